@@ -1,0 +1,52 @@
+"""ringkv: how an autoregressive video or world model keeps its past.
+
+Public names are resolved on first use, so that ``import ringkv`` is cheap and a process that plans or validates does
+not load torch, nor one storage strategy another.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ringkv.config import EngineResourceInfo as EngineResourceInfo
+    from ringkv.config import KVConfig as KVConfig
+    from ringkv.config import KVSpec as KVSpec
+    from ringkv.config import RingKVConfig as RingKVConfig
+    from ringkv.config import RingKVLayerConfig as RingKVLayerConfig
+    from ringkv.horizon import visible_frames as visible_frames
+    from ringkv.resource import AttentionResource as AttentionResource
+    from ringkv.ring.cache import LayerRingCache as LayerRingCache
+    from ringkv.ring.manager import RingKVManager as RingKVManager
+    from ringkv.ring.manager import RingPlan as RingPlan
+    from ringkv.step import AdmitOutcome as AdmitOutcome
+    from ringkv.step import FrameStep as FrameStep
+    from ringkv.step import StepContext as StepContext
+
+_HOME = {
+    "KVConfig": "config",
+    "RingKVConfig": "config",
+    "RingKVLayerConfig": "config",
+    "KVSpec": "config",
+    "EngineResourceInfo": "config",
+    "FrameStep": "step",
+    "StepContext": "step",
+    "AdmitOutcome": "step",
+    "visible_frames": "horizon",
+    "AttentionResource": "resource",
+    "LayerRingCache": "ring.cache",
+    "RingKVManager": "ring.manager",
+    "RingPlan": "ring.manager",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ringkv' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"ringkv.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,70 @@
+"""Which frames a ring holds and which of them a frame may see, in plain Python integers.
+
+``visible_frames`` is the executable specification of the cache: everything that reads or writes a ring is
+checked against it, and it is itself checked in ``tests/test_horizon.py`` against a slot simulation and
+literal lists. Nothing here imports torch, so planners and configs can ask without loading it.
+
+The index arithmetic, once, for a layer with R buckets that keeps every d-th frame:
+
+* frame ``f`` is kept when ``f % d == 0``; it is the ``f // d``-th kept frame and lands in slot ``(f // d) % R``;
+* at clock ``p`` the frame being generated is not in history yet, so the kept frames so far are
+  ``0, d, ..., d * (b - 1)`` with ``b = ceil(p / d)``;
+* of those the last R are still in the ring, minus the one whose slot this frame takes. It takes one only when
+  ``p % d == 0``, and then the slot is ``b % R``, which holds kept frame ``b - R``. A frame off the stride
+  overwrites nothing, so hiding anything from it would waste a live frame.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ringkv.config import RingKVLayerConfig
+
+
+def is_kept(layer: RingKVLayerConfig, frame: int) -> bool:
+    """Whether a committing pass of ``frame`` writes a ring slot of this layer (and not only scratch)."""
+    return frame % layer.pinned_dilation == 0
+
+
+def slot_of(layer: RingKVLayerConfig, frame: int) -> int:
+    """Slot (0-based, in ``range(ring_buckets)``) that the kept frame ``frame`` is written to."""
+    assert is_kept(layer, frame), f"frame {frame} is not kept at dilation {layer.pinned_dilation}"
+    return (frame // layer.pinned_dilation) % layer.ring_buckets
+
+
+def hidden_slot(layer: RingKVLayerConfig, frame_pos: int) -> int | None:
+    """Slot that the frame at clock ``frame_pos`` will overwrite, hidden from all its passes; None if it takes none."""
+    return slot_of(layer, frame_pos) if is_kept(layer, frame_pos) else None
+
+
+def visible_frames(layer: RingKVLayerConfig, frame_pos: int) -> list[int]:
+    """History frames that the frame at clock ``frame_pos`` attends to, ascending, itself not included.
+
+    The stream is one that committed every frame from 0 to ``frame_pos - 1``.
+    """
+    dilation, buckets = layer.pinned_dilation, layer.ring_buckets
+    kept_so_far = -(-frame_pos // dilation)
+    survivors = buckets - 1 if is_kept(layer, frame_pos) else buckets
+    return [dilation * j for j in range(max(0, kept_so_far - survivors), kept_so_far)]
+
+
+def held_frames(layer: RingKVLayerConfig, clock: int | None) -> list[int]:
+    """Frames in the ring once frame ``clock`` is committed, ascending; none for ``clock=None`` (nothing committed).
+
+    This is what a snapshot at ``clock`` contains. It can hold one frame more than the next frame sees.
+    """
+    if clock is None:
+        return []
+    newest = clock // layer.pinned_dilation
+    return [layer.pinned_dilation * j for j in range(max(0, newest - layer.ring_buckets + 1), newest + 1)]
+
+
+def session_start(session_idx: int, capacity: int) -> int:
+    """First token slot of a session. Python integers: a large pool passes 2**31 (70,000 x 40,000 does)."""
+    return session_idx * capacity
+
+
+def horizon_frames(layer: RingKVLayerConfig) -> int:
+    """How many frames back the oldest visible frame can be, plus one: ``ring_buckets * pinned_dilation``."""
+    return layer.ring_buckets * layer.pinned_dilation

@@ -1,0 +1,199 @@
+"""The one contract that every way of keeping the past satisfies.
+
+Shapes: B rows of the step batch (padding rows included), H_q query heads, H_kv KV heads, T tokens per frame,
+D head dim. Clocks are frame numbers.
+
+A request lives through
+
+    ingest_request -> { admit -> plan -> attend in every layer, several passes -> commit } ... -> remove_request
+
+and ``reset_request`` sends it back to its start. A *pass* runs the model once over the step's rows. A frame takes any
+number of non-committing passes (denoising), which change nothing that a later frame can see, then one committing pass,
+which makes the frame history once ``commit`` has been called.
+
+What an abort leaves behind: a committing pass that ran in any layer without the ``commit`` that follows it may have
+overwritten the slot hidden at this clock. Until the frame is committed, a state of that request reports that slot
+unwritten and zero, and the next ``plan`` of the request zeroes it in place. Nothing else is lost, and the frame can be
+driven again at the same clock.
+
+Errors: ``ValueError`` for a value that the caller can correct (a wrong shape, an unknown request, a state that does not
+fit), ``RuntimeError`` for a call out of order or a plan that is no longer valid. Both are raised before anything
+changes. ``admit`` answers instead of raising.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from ringkv.config import EngineResourceInfo, KVConfig, KVSpec
+    from ringkv.step import AdmitOutcome, FrameStep, StepContext
+
+State = dict[str, Any]
+"""``{"version", "clock", "geometry", "dtype", "layers"}``; see ``AttentionResource.get_state``."""
+
+
+class MemoryReport(TypedDict):
+    """Bytes. ``resident`` is ``memory_bytes()``."""
+
+    resident: int
+    """KV storage of all sessions, the padding session included."""
+    in_use: int
+    """The part of ``resident`` that holds committed frames and the scratch frames of claimed sessions."""
+    padding: int
+    """The part of ``resident`` that belongs to the padding session."""
+    flags: int
+    """Written flags, staged indices and other bookkeeping, not part of ``resident``."""
+
+
+class AttentionResource(ABC):
+    """KV storage of one model for many requests, and the attention that reads it."""
+
+    fixed_addresses: ClassVar[bool]
+    """True when no buffer moves after build, so that a captured graph stays valid over reset, load and reuse."""
+
+    config: KVConfig
+    name: str
+    device: torch.device
+    dtype: torch.dtype
+    layers: Sequence[Any]
+    """One cache object per attention layer."""
+
+    @classmethod
+    @abstractmethod
+    def build(cls, spec: KVSpec, info: EngineResourceInfo) -> Self:
+        """Allocate everything. A read path that the strategy lacks raises ``ValueError`` naming those it has."""
+
+    # -- a request's life ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def ingest_request(self, rid: str, overrides: Mapping[str, Any] | None = None) -> None:
+        """Register ``rid`` without claiming a session. A registered rid is a no-op; any override raises by name."""
+
+    @abstractmethod
+    def admit(self, step: FrameStep, ctx: StepContext) -> AdmitOutcome:
+        """Claim a session for each request of the step that holds none; all or nothing.
+
+        Everything is checked before anything changes. Retryable: the pool is full. Never: unknown or duplicate rid,
+        a row without a clock, a wrong clock (a fresh session starts at 0, then exactly one frame after the last
+        committed one), a malformed step; these are told even while the pool is full. Never raises for a bad step.
+        """
+
+    @abstractmethod
+    def plan(self, step: FrameStep, ctx: StepContext) -> Any:
+        """Stage the rows of an admitted step and return the host copy of what was staged.
+
+        Replaces the pending plan. Padding rows come last, at clock 0, in the padding session; padding without one
+        raises ``ValueError``, a row that was not admitted at this clock raises ``RuntimeError``.
+        """
+
+    @abstractmethod
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer_idx: int,
+        frame_pos: torch.Tensor,
+        *,
+        commit: bool,
+    ) -> torch.Tensor:
+        """Write the frame's K and V, then attend to what it may see: history and the frame itself.
+
+        q: ``[B, H_q, T, D]``; k, v: ``[B, H_kv, T, D]``, k after RoPE and norm, v after the value-residual lerp, any
+        strides, rounded to the cache's dtype on write (an fp16 overflow becomes inf). frame_pos: ``[B]`` int64 clocks;
+        where the host can read them for free, a disagreement with the plan raises. Returns ``[B, H_q, T, D]`` in q's
+        dtype. ``commit=False`` leaves history byte-identical; calling twice with the same input changes nothing more.
+        Softmax scale is ``D ** -0.5``.
+        """
+
+    @abstractmethod
+    def commit(self, step: FrameStep, ctx: StepContext) -> None:
+        """Advance the clocks of the planned step. Metadata only.
+
+        Eagerly raises ``RuntimeError`` unless every layer saw a committing pass for these rows since ``plan``.
+        """
+
+    @abstractmethod
+    def reset_request(self, rid: str, free: bool = False) -> None:
+        """Zero the session in place and release it; ``rid`` stays registered and may start again at frame 0."""
+
+    @abstractmethod
+    def remove_request(self, rid: str) -> None:
+        """Reset, then unregister. An unknown rid is a no-op."""
+
+    # -- who holds what --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def session_of(self, rid: str) -> int | None:
+        """Session index that ``rid`` holds, or None."""
+
+    @property
+    @abstractmethod
+    def num_sessions(self) -> int:
+        """How many requests can hold a session at once."""
+
+    @property
+    @abstractmethod
+    def num_free_sessions(self) -> int:
+        """Sessions nobody holds."""
+
+    # -- state -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def get_state(self, rid: str) -> State:
+        """A copy of what ``rid``'s session needs to go on; ``ValueError`` when it holds none.
+
+        ``clock`` is the last committed frame or None, ``geometry`` plain data, ``dtype`` its name, ``layers`` a list of
+        ``(kv [2, 1, H_kv, capacity, D], written bool [capacity])`` with scratch zero in kv and True in written.
+        """
+
+    @abstractmethod
+    def load_state(self, rid: str, state: State) -> None:
+        """Put ``state`` into the session of ``rid``, claiming one if it holds none.
+
+        Everything is checked first: an unregistered rid, another geometry, dtype or version, flags that contradict the
+        clock raise ``ValueError``; a full pool raises ``RuntimeError``. ``state`` is not changed and not kept.
+        """
+
+    @abstractmethod
+    def save(self, rid: str, path: str | Path) -> None:
+        """``get_state`` into one safetensors file, written atomically: the old file or the new one, never a part."""
+
+    @abstractmethod
+    def load(self, rid: str, path: str | Path) -> None:
+        """``load_state`` from a file that ``save`` wrote. Never executes what is in it."""
+
+    # -- size and health -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def memory_bytes(self) -> int:
+        """Bytes of KV storage, all sessions, padding included; flags and indices are not."""
+
+    @abstractmethod
+    def memory_report(self) -> MemoryReport:
+        """``memory_bytes`` and its parts."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raise ``RuntimeError`` with the counts if flags, clocks, claims and storage disagree. Changes nothing."""
+
+    # -- captured steps --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def build_accelerator_graph_buffers(self, slots: int, max_bs: int, max_seq_len: int) -> None:
+        """Allocate what a captured replay touches, if ``build`` has not."""
+
+    @abstractmethod
+    def post_warmup_validate(self) -> None:
+        """Raise ``RuntimeError`` unless warm-up and capture left every session as build made it."""
+
+    @abstractmethod
+    def cleanup(self) -> None:
+        """Drop every request and release the storage. The resource cannot be used afterwards."""
