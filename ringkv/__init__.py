@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from ringkv.ring.cache import LayerRingCache as LayerRingCache
     from ringkv.ring.manager import RingKVManager as RingKVManager
     from ringkv.ring.manager import RingPlan as RingPlan
+    from ringkv.runner import FrameResult as FrameResult
+    from ringkv.runner import RolloutRequest as RolloutRequest
+    from ringkv.runner import RolloutState as RolloutState
+    from ringkv.runner import StepRunner as StepRunner
     from ringkv.step import AdmitOutcome as AdmitOutcome
     from ringkv.step import FrameStep as FrameStep
     from ringkv.step import StepContext as StepContext
@@ -38,6 +42,10 @@ _HOME = {
     "LayerRingCache": "ring.cache",
     "RingKVManager": "ring.manager",
     "RingPlan": "ring.manager",
+    "FrameResult": "runner",
+    "RolloutRequest": "runner",
+    "RolloutState": "runner",
+    "StepRunner": "runner",
 }
 __all__ = sorted(_HOME)
 
