@@ -135,11 +135,7 @@ class LayerRingCache:
             self._check_rows(frame_pos.tolist(), session_idx.tolist())
         k, v = kv[:, 0].unflatten(2, (rows, self.tokens_per_frame)).transpose(1, 2).unbind(0)
         self.write(k, v, frame_pos, session_idx, commit=commit)
-        keys, values = self.kv.unbind(0)
-        if not build_visibility:
-            return keys, values, self.written.new_empty(0)
-        visible = self.visibility(frame_pos, session_idx)
-        return keys, values, visible[0] if rows == 1 else visible
+        return self.view(frame_pos, session_idx, build_visibility=build_visibility)
 
     def write(
         self, k: torch.Tensor, v: torch.Tensor, frame_pos: torch.Tensor, session_idx: torch.Tensor, *, commit: bool
@@ -159,6 +155,16 @@ class LayerRingCache:
             layer.ring_buckets,
             layer.pinned_dilation,
         )
+
+    def view(
+        self, frame_pos: torch.Tensor, session_idx: torch.Tensor, *, build_visibility: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What ``upsert`` returns: K, V and the visibility of each row."""
+        keys, values = self.kv.unbind(0)
+        if not build_visibility:
+            return keys, values, self.written.new_empty(0)
+        visible = self.visibility(frame_pos, session_idx)
+        return keys, values, visible[0] if visible.shape[0] == 1 else visible
 
     def visibility(self, frame_pos: torch.Tensor, session_idx: torch.Tensor) -> torch.Tensor:
         """``[B, total_slots]`` bool: what each row may see. ``horizon.visible_frames`` in tensor form.

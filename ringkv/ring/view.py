@@ -72,9 +72,9 @@ class RowView:
             return paths.canonical(q, _slices(k, self.frames), _slices(v, self.frames))
         lo, hi = self.span
         if attention == "auto":
-            folded_queries = q.shape[1] // k.shape[1] * q.shape[2]
-            choice = rule.prefer_segments(folded_queries, hi - lo, self.visible_tokens, len(self.segments))
-            attention = "segments" if choice else "sdpa"
+            folded = q.shape[1] // k.shape[1] * q.shape[2]
+            split = rule.prefer_segments(k.shape[1], folded, hi - lo, self.visible_tokens, len(self.segments))
+            attention = "segments" if split else "sdpa"
         if attention == "segments":
             return paths.segments(q, _slices(k, self.segments), _slices(v, self.segments))
         mask = self.mask if self.mask is None else self.mask.to(k.device)
