@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -126,20 +126,87 @@ class KVConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingKVConfig(KVConfig):
-    """A ring per layer; ``layers`` has one geometry for each of ``num_layers``."""
-
-    resource_path: ClassVar[str] = "ringkv.ring.manager:RingKVManager"
+class WindowedKVConfig(KVConfig):
+    """A strategy whose layers see exactly ``visible_frames``; ``layers`` has a geometry for each of ``num_layers``."""
 
     layers: tuple[RingKVLayerConfig, ...]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "layers", tuple(self.layers))
-        if len(self.layers) != self.num_layers:
-            raise ValueError(
-                f"RingKVConfig.layers has {len(self.layers)} entries: expected num_layers={self.num_layers}"
-            )
+        object.__setattr__(self, "layers", _one_per_layer(self, self.layers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingKVConfig(WindowedKVConfig):
+    """A ring per layer: fixed slots, overwritten in place."""
+
+    resource_path: ClassVar[str] = "ringkv.ring.manager:RingKVManager"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShiftKVConfig(WindowedKVConfig):
+    """The window kept in frame order by shifting it left through a copy. ``ring_frames`` of a layer is not used."""
+
+    resource_path: ClassVar[str] = "ringkv.shift.manager:ShiftKVManager"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CatKVConfig(WindowedKVConfig):
+    """The window rebuilt by concatenation on every pass. ``ring_frames`` of a layer is not used."""
+
+    resource_path: ClassVar[str] = "ringkv.shift.cat:CatKVManager"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullKVConfig(KVConfig):
+    """Every frame kept, contiguous.
+
+    layers: what may be seen of it, None for everything. max_frames: frames preallocated per session; None grows by
+    doubling.
+    """
+
+    resource_path: ClassVar[str] = "ringkv.full.manager:FullKVManager"
+
+    layers: tuple[RingKVLayerConfig, ...] | None = None
+    max_frames: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layers is not None:
+            object.__setattr__(self, "layers", _one_per_layer(self, self.layers))
+        if self.max_frames is not None:
+            require_int("FullKVConfig", "max_frames", self.max_frames, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedKVConfig(KVConfig):
+    """Frames in pages of a shared pool, found through a block table per session and layer.
+
+    page_tokens: tokens of a page; a frame may straddle pages. num_pages: pages of one layer's pool. layers: the window
+    outside which pages are freed, None for full context.
+    """
+
+    resource_path: ClassVar[str] = "ringkv.paged.manager:PagedKVManager"
+
+    page_tokens: int
+    num_pages: int
+    layers: tuple[RingKVLayerConfig, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_int("PagedKVConfig", "page_tokens", self.page_tokens, 1)
+        require_int("PagedKVConfig", "num_pages", self.num_pages, 1)
+        if self.layers is not None:
+            object.__setattr__(self, "layers", _one_per_layer(self, self.layers))
+
+
+def _one_per_layer(config: KVConfig, layers: Sequence[RingKVLayerConfig]) -> tuple[RingKVLayerConfig, ...]:
+    layers = tuple(layers)
+    if len(layers) != config.num_layers:
+        raise ValueError(
+            f"{type(config).__name__}.layers has {len(layers)} entries: expected num_layers={config.num_layers}"
+        )
+    return layers
 
 
 @dataclass(frozen=True, kw_only=True)

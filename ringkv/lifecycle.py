@@ -126,11 +126,12 @@ class LifecycleResource(AttentionResource):
         return self._table.admit(step, ctx)
 
     def plan(self, step: FrameStep, ctx: StepContext) -> Plan:
+        refusal = self._table.refusal(step, ctx)
+        if refusal is not None:
+            raise RuntimeError(f"plan of a step that admit refuses: {refusal.reason}")
         frames = dict(step.frames)
         rows, real = ctx.row_ids, tuple(ctx.request_ids)
         self._check_padding(rows, real)
-        if len(frames) != len(step.frames) or len(set(real)) != len(real) or frames.keys() != set(real):
-            raise ValueError(f"step names {list(step.frames)} for rows {list(real)}: expected each row once")
         for rid, frame in frames.items():
             if self._table.admitted_frame(rid) != frame:
                 raise RuntimeError(f"request {rid!r} was not admitted at frame {frame}: call admit first")

@@ -90,7 +90,8 @@ class AttentionResource(ABC):
         """Stage the rows of an admitted step and return the host copy of what was staged.
 
         Replaces the pending plan. Padding rows come last, at clock 0, in the padding session; padding without one
-        raises ``ValueError``, a row that was not admitted at this clock raises ``RuntimeError``.
+        raises ``ValueError``. A step that ``admit`` would refuse for good, or did not admit at this clock, raises
+        ``RuntimeError``.
         """
 
     @abstractmethod

@@ -106,7 +106,7 @@ class SessionTable:
 
     def admit(self, step: FrameStep, ctx: StepContext) -> AdmitOutcome:
         """``AttentionResource.admit``: check the whole step, then claim what it needs."""
-        refusal = self._never(step, ctx)
+        refusal = self.refusal(step, ctx)
         if refusal is not None:
             return refusal
         newcomers = [rid for rid, _ in step.frames if self._claims[rid] is None]
@@ -126,8 +126,8 @@ class SessionTable:
             claim.admitted = frame
         return AdmitOutcome(ok=True)
 
-    def _never(self, step: FrameStep, ctx: StepContext) -> AdmitOutcome | None:
-        """The terminal refusal that the step deserves, if any. Reads only."""
+    def refusal(self, step: FrameStep, ctx: StepContext) -> AdmitOutcome | None:
+        """Why this step can never run as asked, None if it can once the pool has room. Reads only."""
 
         def never(reason: str, rid: object = None) -> AdmitOutcome:
             return AdmitOutcome(ok=False, reason=reason, rid=rid if isinstance(rid, str) else None)

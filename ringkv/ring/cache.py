@@ -142,6 +142,8 @@ class LayerRingCache:
     ) -> None:
         """The write of ``upsert`` for k and v ``[B, H, T, D]`` apart, unchecked: the caller has checked the rows."""
         layer = self.geometry
+        if k.requires_grad or v.requires_grad:  # else the pool would join the caller's graph and keep it alive
+            k, v = k.detach(), v.detach()
         ring_write(
             self.kv,
             self.written,

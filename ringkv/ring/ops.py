@@ -1,8 +1,8 @@
 """The write of a ring, as a registered operator that declares what it mutates.
 
 A compiled region sees one opaque call that changes three buffers in place, so it neither clones a pool nor breaks the
-graph. Registration is the low-level ``torch.library.Library`` one: a Python ``custom_op`` costs several times as much
-per call (``tests/test_ring_ops.py`` prints both).
+graph. Registration is the low-level ``torch.library.Library`` one, whose dispatch is several times cheaper than that of
+a Python ``custom_op``; ``benchmarks/op_cost.py`` measures both.
 
 Shapes: B rows, H KV heads, T tokens per frame, D head dim; ``kv`` is ``[2, 1, H, sessions * capacity, D]``.
 """
@@ -94,4 +94,4 @@ _LIBRARY.impl("ring_write", write_on_device, "CompositeExplicitAutograd")
 torch.library.register_fake("ringkv::ring_write", _write_fake, lib=_LIBRARY)
 
 ring_write = torch.ops.ringkv.ring_write.default
-"""The dispatching operator; resolved once, because the attribute look-up is a fifth of a call."""
+"""The dispatching operator, resolved once: looking it up by name costs a little at every call."""
