@@ -1,0 +1,1 @@
+"""Entry points: the only place that joins ringkv, model and Hydra."""
