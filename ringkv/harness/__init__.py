@@ -1,0 +1,1 @@
+"""What a run measures and leaves behind: meters, machine card, records, tracking, video, plots, tables."""
