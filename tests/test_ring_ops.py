@@ -7,7 +7,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringkv import LayerRingCache
+from ringkv import (
+    EngineResourceInfo,
+    FrameStep,
+    KVSpec,
+    LayerRingCache,
+    RingKVConfig,
+    RingKVLayerConfig,
+    StepContext,
+)
 from ringkv.ring import ops
 
 
@@ -122,3 +130,58 @@ def test_a_compiled_step_is_one_graph_that_never_recompiles_and_never_copies_the
     assert (compiled_cache.kv.data_ptr(), compiled_cache.written.data_ptr()) == addresses
     for graph in graphs:
         assert sum(node.target is torch.ops.ringkv.ring_write.default for node in graph.graph.nodes) == 1
+
+
+def test_a_compiled_pass_through_the_manager_is_counted_and_two_graphs_serve_every_clock_row_order_and_padding():
+    """The manager's checks stay on the host and its plan is data, so neither breaks the graph nor guards on a step."""
+    torch._dynamo.reset()
+    config = RingKVConfig(
+        num_layers=2,
+        num_kv_heads=2,
+        head_dim=4,
+        num_qo_heads=2,
+        tokens_per_frame=2,
+        num_sessions=2,
+        padding_session=True,
+        layers=tuple(RingKVLayerConfig(ring_frames=3, ring_buckets=3, pinned_dilation=d) for d in (1, 2)),
+    )
+    spec = KVSpec(resource_key="kv", config=config)
+    info = EngineResourceInfo(device="cpu", kv_dtype=torch.float32)
+    eager, compiled_manager = (spec.resource_class.build(spec, info) for _ in range(2))
+    graphs = []
+
+    def one_pass(manager, k, v, frame_pos, commit):
+        sums = []
+        for layer in range(2):
+            keys, _, visible = manager.upsert(k * 2, v, layer, frame_pos, commit=commit)
+            sums.append(torch.where(visible[:, None, :, None], keys, 0).sum(dim=(2, 3)))
+        return torch.stack(sums)
+
+    def count_graphs(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    compiled = torch.compile(one_pass, fullgraph=True, dynamic=False, backend=count_graphs)
+    for manager in (eager, compiled_manager):
+        manager.ingest_request("a")
+        manager.ingest_request("b")
+    generator = torch.Generator().manual_seed(0)
+    for frame in range(8):
+        rids = ("a", "b") if frame % 2 else ("b", "a")
+        step = FrameStep(frames=tuple((rid, frame) for rid in rids))
+        ctx = StepContext(request_ids=rids, padded_request_ids=(*rids, "pad", "pad"))
+        for manager in (eager, compiled_manager):
+            assert manager.admit(step, ctx).ok
+            manager.plan(step, ctx)
+        for commit in (False, True):
+            k, v = torch.randn(2, 4, 2, 2, 4, generator=generator).unbind(0)
+            frame_pos = torch.tensor([frame, frame, 0, 0])
+            expected = one_pass(eager, k, v, frame_pos, commit)
+            torch.testing.assert_close(compiled(compiled_manager, k, v, frame_pos, commit), expected)
+        for manager in (eager, compiled_manager):
+            manager.commit(step, ctx)
+            manager.check_integrity()
+        for ours, theirs in zip(eager.layers, compiled_manager.layers, strict=True):
+            assert torch.equal(ours.kv, theirs.kv)
+            assert torch.equal(ours.written, theirs.written)
+    assert len(graphs) == 2
