@@ -200,6 +200,30 @@ class PagedKVConfig(KVConfig):
             object.__setattr__(self, "layers", _one_per_layer(self, self.layers))
 
 
+@dataclass(frozen=True, kw_only=True)
+class HFSlidingKVConfig(WindowedKVConfig):
+    """Hugging Face transformers' sliding cache; ``ring_frames`` of a layer is not used.
+
+    Its window is contiguous, so a dilated layer is refused, and so is a window of one frame.
+    """
+
+    resource_path: ClassVar[str] = "ringkv.peers.hf:HFSlidingKVManager"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for index, layer in enumerate(self.layers):
+            where = f"HFSlidingKVConfig.layers[{index}]"
+            if layer.pinned_dilation != 1:
+                raise ValueError(
+                    f"{where}.pinned_dilation={layer.pinned_dilation}: expected 1, the sliding cache has no dilation"
+                )
+            if layer.ring_buckets == 1:
+                raise ValueError(
+                    f"{where} ring_frames={layer.ring_frames} ring_buckets=1: expected a window of 2 frames or more, "
+                    "since transformers evicts nothing at a window of 1 token"
+                )
+
+
 def _one_per_layer(config: KVConfig, layers: Sequence[RingKVLayerConfig]) -> tuple[RingKVLayerConfig, ...]:
     layers = tuple(layers)
     if len(layers) != config.num_layers:

@@ -113,6 +113,9 @@ class LifecycleResource(AttentionResource):
     def _committed(self, session: int, frame: int) -> None:
         """Called for each real row when its frame is committed, before the clock moves."""
 
+    def _check_room(self, session: int | None, clock: int | None) -> None:
+        """Raise ``RuntimeError`` unless a state at ``clock`` has room, that of ``session`` (None: none) included."""
+
     # -- a request's life --------------------------------------------------------------------------------------
 
     def ingest_request(self, rid: str, overrides: Mapping[str, Any] | None = None) -> None:
@@ -156,7 +159,6 @@ class LifecycleResource(AttentionResource):
         self._plan = plan
         return plan
 
-    @torch.compiler.disable
     def attend(
         self,
         q: torch.Tensor,
@@ -167,7 +169,10 @@ class LifecycleResource(AttentionResource):
         *,
         commit: bool,
     ) -> torch.Tensor:
-        # Eager also inside a compiled model: reads take exact slices, which the host picks anew at every clock.
+        if torch.compiler.is_compiling():
+            # Reads take exact slices, which the host picks anew at every clock: a compiled model breaks its graph here.
+            # Not a decorator, because that would load the compiler in every process that never compiles.
+            return torch.compiler.disable(self.attend)(q, k, v, layer_idx, frame_pos, commit=commit)
         config, rows = self.config, len(self._require_plan().request_ids)
         expected = (rows, config.num_qo_heads, config.tokens_per_frame, config.head_dim)
         if tuple(q.shape) != expected or not q.is_floating_point():
@@ -241,6 +246,7 @@ class LifecycleResource(AttentionResource):
         session = self._table.session_of(rid)
         if session is None and not self._table.num_free:
             raise RuntimeError(f"request {rid!r}: the pool is full, no session to load into; remove a request first")
+        self._check_room(session, state["clock"])
         layers = [(kv.to(self.device), written.to(self.device)) for kv, written in state["layers"]]
         if session is None:
             session = self._table.claim(rid)

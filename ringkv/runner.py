@@ -2,11 +2,13 @@
 
 ``StepRunner`` knows the lifecycle and nothing about pixels or weights; a model joins by the two methods of
 ``FrameModel``. Each ``step()`` runs one frame of every ready request that is in the same phase: a context frame takes
-one committing pass, a generated one its denoise passes and a committing one, so the two are separate batches.
+one committing pass, a generated one its denoise passes and a committing one, so the two are separate batches. Queue,
+phases and failures are ``FrameRunner``'s, which does not know how the past is kept.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
     from ringkv.resource import AttentionResource, State
 
 Phase = Literal["context", "generated"]
+
+
+class StepRefused(RuntimeError):
+    """``admit`` turned a step down; the message says what is short."""
 
 
 class FrameModel(Protocol):
@@ -118,7 +124,9 @@ class FrameResult:
 
 
 @dataclass(eq=False)
-class _Run:
+class Run:
+    """Where one seated request stands. last_step: the step that it last took part in."""
+
     request: RolloutRequest
     next_frame: int = 0
     action_cursor: int = 0
@@ -126,27 +134,28 @@ class _Run:
 
     @property
     def phase(self) -> Phase:
+        """What its next frame is."""
         return "context" if self.next_frame < len(self.request.context) else "generated"
 
     @property
     def finished(self) -> bool:
+        """Whether all its frames are made."""
         return self.next_frame >= self.request.num_frames
 
 
-class StepRunner:
-    """Runs requests frame by frame.
+class FrameRunner(ABC):
+    """Runs requests frame by frame, however their past is kept.
 
-    A request waits in a FIFO queue until the pool has a session for it. One that raises is set aside in ``failed`` with
-    its session and clock intact: ``retry`` drives the same frame again, ``cancel`` gives the session back. A finished
-    one keeps its session until the next ``step``, so that its state can still be taken.
+    A request waits in a FIFO queue until there is room for it. One that raises is set aside in ``failed`` with what it
+    has intact: ``retry`` drives the same frame again, ``cancel`` ends it. A finished one keeps its seat until the next
+    ``step``.
     """
 
-    def __init__(self, resource: AttentionResource, model: FrameModel) -> None:
-        self.resource = resource
+    def __init__(self, model: FrameModel) -> None:
         self.model = model
         self.failed: dict[str, Exception] = {}
         self._queue: deque[tuple[RolloutRequest, RolloutState | None]] = deque()
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, Run] = {}
         self._steps = 0
 
     @property
@@ -156,14 +165,110 @@ class StepRunner:
 
     @property
     def resident(self) -> tuple[str, ...]:
-        """Requests that hold a session, in the order they got one."""
+        """Requests that have a seat, in the order they got one."""
         return tuple(self._runs)
+
+    def step(self) -> list[FrameResult]:
+        """One frame of every ready request in the phase of the one that has waited longest; [] when none is ready."""
+        for rid in [rid for rid, run in self._runs.items() if run.finished]:
+            self.cancel(rid)
+        self._seat_waiting()
+        ready = self._ready()
+        if not ready:
+            return []
+        self._steps += 1
+        phase = min(ready, key=lambda run: run.last_step).phase
+        batch = [run for run in ready if run.phase == phase]
+        for run in batch:
+            run.last_step = self._steps
+        try:
+            return self._advance(batch, phase)
+        except Exception as error:
+            if len(batch) == 1:
+                self.failed[batch[0].request.rid] = error
+                return []
+        # Somebody's frame failed and nothing was committed: drive each alone, so that only the culprit is set aside.
+        results = []
+        for run in batch:
+            try:
+                results += self._advance([run], phase)
+            except Exception as error:
+                self.failed[run.request.rid] = error
+        return results
+
+    def retry(self, rid: str) -> None:
+        """Let a failed request drive its frame again, from pass 0."""
+        if self.failed.pop(rid, None) is None:
+            raise ValueError(f"request {rid!r} has not failed: nothing to retry")
+
+    def cancel(self, rid: str) -> None:
+        """End a request wherever it is and give its seat back; an unknown rid is a no-op."""
+        self._queue = deque(entry for entry in self._queue if entry[0].rid != rid)
+        self._runs.pop(rid, None)
+        self.failed.pop(rid, None)
+        self._release(rid)
+
+    # -- how the past is kept ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _has_room(self) -> bool:
+        """Whether one more request can be seated."""
+
+    @abstractmethod
+    def _seat(self, run: Run, state: RolloutState | None) -> None:
+        """Make ``run`` ready for its first frame, or the one that ``state`` is at."""
+
+    @abstractmethod
+    def _release(self, rid: str) -> None:
+        """Drop all that is kept for ``rid``, if anything is."""
+
+    @abstractmethod
+    def _drive(self, batch: list[Run], phase: Phase) -> torch.Tensor:
+        """Make and commit one frame of each run of the batch, ``[B, C, H, W]``; raises with nothing committed."""
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _require_new(self, rid: str) -> None:
+        if rid in self._runs or any(queued.rid == rid for queued, _ in self._queue):
+            raise ValueError(f"request {rid!r} is already queued or running")
+
+    def _ready(self) -> list[Run]:
+        return [run for rid, run in self._runs.items() if rid not in self.failed and not run.finished]
+
+    def _seat_waiting(self) -> None:
+        """Seat the head of the queue until there is no room. Strictly FIFO: nobody overtakes."""
+        while self._queue and self._has_room():
+            request, state = self._queue.popleft()
+            run = self._runs[request.rid] = Run(request)
+            try:
+                self._seat(run, state)
+            except Exception as error:
+                self.failed[request.rid] = error
+
+    def _advance(self, batch: list[Run], phase: Phase) -> list[FrameResult]:
+        results = []
+        for run, image in zip(batch, self._drive(batch, phase), strict=True):
+            results.append(FrameResult(run.request.rid, run.next_frame, phase, image))
+            run.next_frame += 1
+            run.action_cursor += 1
+        return results
+
+
+class StepRunner(FrameRunner):
+    """A ``FrameRunner`` over a resource: a seat is a session of its pool, and a state can be taken and resumed from.
+
+    A failed request keeps its session and clock; a finished one its session until the next ``step``, so that its state
+    can still be taken.
+    """
+
+    def __init__(self, resource: AttentionResource, model: FrameModel) -> None:
+        super().__init__(model)
+        self.resource = resource
 
     def submit(self, request: RolloutRequest, state: RolloutState | None = None) -> None:
         """Queue a rollout, from frame 0 or from a state that a model with the same weights took."""
         rid = request.rid
-        if rid in self._runs or any(queued.rid == rid for queued, _ in self._queue):
-            raise ValueError(f"request {rid!r} is already queued or running")
+        self._require_new(rid)
         if state is not None:
             if state.fingerprint != self.model.fingerprint:
                 raise ValueError(
@@ -183,45 +288,6 @@ class StepRunner:
                 )
         self._queue.append((request, state))
 
-    def step(self) -> list[FrameResult]:
-        """One frame of every ready request in the phase of the one that has waited longest; [] when none is ready."""
-        self._release_finished()
-        self._seat_waiting()
-        ready = self._ready()
-        if not ready:
-            return []
-        self._steps += 1
-        phase = min(ready, key=lambda run: run.last_step).phase
-        batch = [run for run in ready if run.phase == phase]
-        for run in batch:
-            run.last_step = self._steps
-        try:
-            return self._drive(batch, phase)
-        except Exception as error:
-            if len(batch) == 1:
-                self.failed[batch[0].request.rid] = error
-                return []
-        # Somebody's frame failed and nothing was committed: drive each alone, so that only the culprit is set aside.
-        results = []
-        for run in batch:
-            try:
-                results += self._drive([run], phase)
-            except Exception as error:
-                self.failed[run.request.rid] = error
-        return results
-
-    def retry(self, rid: str) -> None:
-        """Let a failed request drive its frame again, from pass 0."""
-        if self.failed.pop(rid, None) is None:
-            raise ValueError(f"request {rid!r} has not failed: nothing to retry")
-
-    def cancel(self, rid: str) -> None:
-        """End a request wherever it is and give its session back; an unknown rid is a no-op."""
-        self._queue = deque(entry for entry in self._queue if entry[0].rid != rid)
-        self._runs.pop(rid, None)
-        self.failed.pop(rid, None)
-        self.resource.remove_request(rid)
-
     def state_of(self, rid: str) -> RolloutState:
         """A copy of where ``rid`` stands; ``ValueError`` if it holds no session."""
         if rid not in self._runs:
@@ -236,41 +302,30 @@ class StepRunner:
             fingerprint=self.model.fingerprint,
         )
 
-    # -- inside ------------------------------------------------------------------------------------------------
+    # -- how the past is kept ----------------------------------------------------------------------------------
 
-    def _ready(self) -> list[_Run]:
-        return [run for rid, run in self._runs.items() if rid not in self.failed and not run.finished]
+    def _has_room(self) -> bool:
+        unclaimed = sum(self.resource.session_of(rid) is None for rid in self._runs)  # claimed at their first admit
+        return self.resource.num_free_sessions > unclaimed
 
-    def _release_finished(self) -> None:
-        for rid in [rid for rid, run in self._runs.items() if run.finished]:
-            self.cancel(rid)
+    def _seat(self, run: Run, state: RolloutState | None) -> None:
+        rid = run.request.rid
+        self.resource.ingest_request(rid)
+        if state is not None:
+            self.resource.load_state(rid, state.cache)
+            run.next_frame, run.action_cursor = state.next_frame, state.action_cursor
 
-    def _seat_waiting(self) -> None:
-        """Give sessions to the head of the queue until the pool is full. Strictly FIFO: nobody overtakes."""
-        resource = self.resource
-        while self._queue:
-            seated = sum(resource.session_of(rid) is None for rid in self._runs)  # claimed at their first admit
-            if resource.num_free_sessions <= seated:
-                return
-            request, state = self._queue.popleft()
-            run = _Run(request)
-            self._runs[request.rid] = run
-            try:
-                resource.ingest_request(request.rid)
-                if state is not None:
-                    resource.load_state(request.rid, state.cache)
-                    run.next_frame, run.action_cursor = state.next_frame, state.action_cursor
-            except Exception as error:
-                self.failed[request.rid] = error
+    def _release(self, rid: str) -> None:
+        self.resource.remove_request(rid)
 
-    def _drive(self, batch: list[_Run], phase: Phase) -> list[FrameResult]:
-        """Admit, plan, run and commit one frame of each run of the batch; raises with nothing committed."""
+    def _drive(self, batch: list[Run], phase: Phase) -> torch.Tensor:
+        """Admit, plan, run and commit."""
         resource = self.resource
         step = FrameStep(frames=tuple((run.request.rid, run.next_frame) for run in batch))
         ctx = StepContext(request_ids=tuple(run.request.rid for run in batch))
         outcome = resource.admit(step, ctx)
         if not outcome.ok:
-            raise RuntimeError(f"step refused: {outcome.reason}")
+            raise StepRefused(f"step refused: {outcome.reason}")
         resource.plan(step, ctx)
         device = resource.device
         clocks = torch.tensor([run.next_frame for run in batch], dtype=torch.int64, device=device)
@@ -282,9 +337,4 @@ class StepRunner:
             seeds, streams = [run.request.seed for run in batch], [run.request.stream for run in batch]
             frames = self.model.generate(resource, seeds, streams, actions, clocks)
         resource.commit(step, ctx)
-        results = []
-        for run, image in zip(batch, frames, strict=True):
-            results.append(FrameResult(run.request.rid, run.next_frame, phase, image))
-            run.next_frame += 1
-            run.action_cursor += 1
-        return results
+        return frames

@@ -33,7 +33,8 @@ def strip_png(
     outside = [index for index in frame_indices if not 0 <= index < count]
     if not frame_indices or outside:
         raise ValueError(f"strip frame_indices={list(frame_indices)}: expected one or more of 0 .. {count - 1}")
-    figure = _figure(1.3 * len(frame_indices) + 0.6, 3.1)
+    height, width = truth.shape[1:3]
+    figure = new_figure(1.3 * len(frame_indices) + 0.6, 2 * 1.3 * height / width + 0.5)
     axes = figure.subplots(2, len(frame_indices), squeeze=False)
     for axis_row, name, frames in zip(axes, ("truth", "rollout"), (truth, rollout), strict=True):
         axis_row[0].set_ylabel(name, fontsize=10)
@@ -51,7 +52,7 @@ def strip_png(
             fontsize=8,
             color=_unit(CONTEXT_COLOR if context else GENERATED_COLOR),
         )
-    _save(figure, path)
+    save_png(figure, path)
 
 
 def frames_png(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -59,7 +60,7 @@ def frames_png(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) 
 
     Without any row, or with nothing measured, the plot is written all the same and says so.
     """
-    figure = _figure(8.0, 4.6)
+    figure = new_figure(8.0, 4.6)
     latency_axis, memory_axis = figure.subplots(2, 1, sharex=True)
     steps = _column(rows, "step")
     latency = _column(rows, "latency_ms")
@@ -93,16 +94,18 @@ def frames_png(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) 
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8, loc="lower right")
-    _save(figure, path)
+    save_png(figure, path)
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of this size in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=120, layout="constrained")
 
 
-def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
+def save_png(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write ``figure`` atomically: the old file or the new one, never a part."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     path = Path(path)

@@ -92,6 +92,21 @@ def dumps_strict(value: Any, *, indent: int | None = None) -> str:
     return json.dumps(_finite(to_plain(value)), allow_nan=False, indent=indent)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` atomically: the old file or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+        raise
+
+
 class RunDir:
     """The directory of one run, held by it alone. Made by ``create``; a context manager.
 
@@ -175,17 +190,7 @@ class RunDir:
             self.write_summary({}, error=error)
 
     def _replace(self, name: str, text: str) -> None:
-        temporary = self.path / f".{name}.{os.getpid()}.tmp"
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path / name)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                temporary.unlink()
-            raise
+        replace_text(self.path / name, text + "\n")
 
 
 class FrameRows(NamedTuple):

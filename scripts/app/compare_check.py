@@ -1,0 +1,97 @@
+"""What a comparison must satisfy before anything runs. No torch."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import psutil
+from omegaconf import OmegaConf
+
+from scripts.app.check import GIB, effective, weight_bytes
+from scripts.app.compose import CONF_DIR
+from scripts.app.errors import BadInput
+from scripts.app.geometry import model_config
+from scripts.app.schema import CompareConfig, JobKnobs, KVKnobs, RolloutConfig
+from scripts.app.strategies import POOL_KNOBS, STRATEGIES, kv_bytes, working_bytes
+
+REFERENCE = "ring"
+MIB = 1024.0**2
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """config: with its nulls filled in. rollouts: what each strategy is to do, by its name in conf/kv."""
+
+    config: CompareConfig
+    rollouts: dict[str, RolloutConfig]
+
+    @property
+    def budget_bytes(self) -> float:
+        """KV memory that a strategy may hold at once."""
+        return math.inf if self.config.budget_mib is None else self.config.budget_mib * MIB
+
+
+def checked(config: CompareConfig) -> Comparison:
+    """The comparison that ``config`` means. ``BadInput`` for the first value that cannot work; changes nothing."""
+    config = copy.deepcopy(config)
+    kinds = {path.stem: OmegaConf.load(path) for path in sorted((CONF_DIR / "kv").glob("*.yaml"))}
+    names = config.strategies
+    for name in names:
+        if name not in kinds:
+            raise BadInput(f"strategies={_list(names)}: {name} is none; expected some of {', '.join(kinds)}")
+        if names.count(name) > 1:
+            raise BadInput(f"strategies={_list(names)}: {name} stands there twice; expected each once")
+    if REFERENCE not in names:
+        raise BadInput(
+            f"strategies={_list(names)}: expected {REFERENCE} among them, which the others are compared with"
+        )
+    if config.block_frames < 1:
+        raise BadInput(f"block_frames={config.block_frames}: expected an integer >= 1")
+    if config.equality_frames is not None and config.equality_frames < 0:
+        raise BadInput(f"equality_frames={config.equality_frames}: expected an integer >= 0")
+    if config.budget_mib is not None and not (math.isfinite(config.budget_mib) and config.budget_mib > 0):
+        raise BadInput(f"budget_mib={config.budget_mib}: expected a number > 0")
+    knobs = {name: KVKnobs(**{str(key): value for key, value in kinds[name].items()}) for name in names}
+    for knob in POOL_KNOBS:
+        value = getattr(config.kv, knob)
+        having = [name for name in names if knob in STRATEGIES[knobs[name].strategy].knobs]
+        if value is not None and not having:
+            raise BadInput(f"kv.{knob}={value}: none of strategies={_list(names)} has such a knob")
+        for name in having if value is not None else ():
+            setattr(knobs[name], knob, value)
+    shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(JobKnobs)}
+    budget = Comparison(config, {}).budget_bytes
+    rollouts = {name: effective(RolloutConfig(kv=knobs[name], **shared), budget_bytes=budget) for name in names}
+    for key in shared:
+        setattr(config, key, getattr(rollouts[REFERENCE], key))
+    assert config.num_frames is not None
+    assert config.ring_buckets is not None
+    if config.equality_frames is None:
+        config.equality_frames = max(config.ring_buckets, config.context_frames) + 4
+    config.equality_frames = min(config.equality_frames, config.num_frames)
+    comparison = Comparison(config, rollouts)
+    _check_memory(comparison)
+    return comparison
+
+
+def _check_memory(comparison: Comparison) -> None:
+    """Refuse strategies that do not fit into this machine side by side; each alone has been checked."""
+    if comparison.config.device != "cpu":
+        return
+    model = model_config(comparison.config)
+    kv = sum(min(kv_bytes(config, model), comparison.budget_bytes) for config in comparison.rollouts.values())
+    kv += max(working_bytes(config, model) for config in comparison.rollouts.values())
+    weights, available = weight_bytes(comparison.config, model), psutil.virtual_memory().total
+    if kv + weights > available:
+        raise BadInput(
+            f"strategies={_list(comparison.config.strategies)}: {kv / GIB:.1f} GiB of KV together and "
+            f"{weights / GIB:.1f} GiB of weights; expected at most the {available / GIB:.1f} GiB of this machine: name "
+            "fewer, or set budget_mib"
+        )
+
+
+def _list(names: list[str]) -> str:
+    return f"[{','.join(names)}]"
