@@ -159,8 +159,10 @@ class AttentionResource(ABC):
     def load_state(self, rid: str, state: State) -> None:
         """Put ``state`` into the session of ``rid``, claiming one if it holds none.
 
-        Everything is checked first: an unregistered rid, another geometry, dtype or version, flags that contradict the
-        clock raise ``ValueError``; a full pool raises ``RuntimeError``. ``state`` is not changed and not kept.
+        Everything is checked first: an unregistered rid, another geometry, dtype or version, flags that mark a slot
+        which holds nothing at that clock raise ``ValueError``; a full pool raises ``RuntimeError``. ``state`` is not
+        changed and not kept. Where a strategy has slots, one that the clock says is held may be unmarked: reads skip
+        the hole until a frame fills it.
         """
 
     @abstractmethod

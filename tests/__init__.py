@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite("tests.ring_tools", "tests.ring_machine")
+pytest.register_assert_rewrite("tests.ring_tools", "tests.ring_machine", "tests.strategies")

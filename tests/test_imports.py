@@ -18,11 +18,12 @@ import ringkv
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("ringkv", "model", "scripts")
-STRATEGIES = ("ringkv.ring", "ringkv.paged", "ringkv.full", "ringkv.shift")
+STRATEGIES = ("ringkv.ring", "ringkv.paged", "ringkv.full", "ringkv.shift", "ringkv.peers")
 NO_TORCH = ("ringkv", "ringkv.config", "ringkv.step", "ringkv.horizon", "ringkv.memory")
 LIBRARY_NEEDS = {"ringkv", "torch", "safetensors"}
 HARNESS_NEEDS = LIBRARY_NEEDS | {"numpy", "psutil", "rich"}
-WHERE_USED = {"wandb", "matplotlib", "av"}
+PEERS_NEED = LIBRARY_NEEDS | {"transformers"}
+WHERE_USED = {"wandb", "matplotlib", "av", "PIL"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,12 +142,13 @@ def modules_other_than_scripts_that_import_hydra(modules: Modules) -> Iterator[s
 
 
 def library_modules_that_need_more_than_they_may(modules: Modules) -> Iterator[str]:
-    """torch and safetensors; the harness also numpy, psutil, rich, and three extras in the functions that use them."""
+    """torch and safetensors; peers what they wrap; the harness numpy, psutil, rich, and extras where it uses them."""
     for name in (name for name in modules if within(name, "ringkv")):
         harness = within(name, "ringkv.harness")
         for i in modules[name]:
             root = i.target.partition(".")[0]
-            if root in sys.stdlib_module_names or root in (HARNESS_NEEDS if harness else LIBRARY_NEEDS):
+            needs = HARNESS_NEEDS if harness else PEERS_NEED if within(name, "ringkv.peers") else LIBRARY_NEEDS
+            if root in sys.stdlib_module_names or root in needs:
                 continue
             if not (harness and root in WHERE_USED and (not i.top_level or i.typing_only)):
                 yield f"{name} imports {i.target}{' at module level' if i.top_level else ''}"

@@ -15,17 +15,22 @@ import torch
 from ringkv import RingKVManager
 from tests.ring_tools import (
     accepts,
+    batch,
     begin,
     build_manager,
     bytes_of,
     deep_copy,
+    dense_attention,
     drive,
+    finish,
     ring,
     run_stream,
     same_bytes,
     seen,
     session_bytes_of,
     slot_tags,
+    tagged,
+    tagged_payload,
     write_pass,
 )
 
@@ -192,7 +197,32 @@ def _unwrite(slot: int) -> Callable[[torch.Tensor, torch.Tensor], tuple[Any, Any
     return edit
 
 
-def test_only_the_slot_that_the_next_frame_takes_may_be_missing_from_a_state() -> None:
+def test_a_state_with_a_hole_loads_and_every_read_skips_it_until_it_is_overwritten() -> None:
+    """R=2 d=2, frames 0..3 committed, slot 1 (frame 2) lost: 4 sees nothing kept, 5 sees 4, and 6 fills the hole."""
+    for attention in ("canonical", "sdpa", "segments"):
+        manager = build_manager([ring(2, 2, 4)], attention=attention)
+        run_stream(manager, "a", range(4))
+        state = manager.get_state("a")
+        state["layers"][0] = _unwrite(1)(*state["layers"][0])
+        manager.load_state("a", state)
+        assert same_bytes(manager.get_state("a"), state)
+        manager.check_integrity()
+        history = []
+        for frame in range(4, 8):
+            begin(manager, [("a", frame)])
+            k, v, frame_pos = batch([("a", frame)], tagged_payload(manager))
+            out = manager.attend(torch.ones_like(k), k, v, 0, frame_pos, commit=True)
+            history.append(seen(*manager.upsert(k, v, 0, frame_pos, commit=True), frame))
+            keys, values = (torch.cat([tagged(f)[i] for f in [*history[-1], frame]], dim=1) for i in (0, 1))
+            torch.testing.assert_close(
+                out[0].double(), dense_attention(torch.ones_like(k[0]), keys, values), rtol=1e-5, atol=1e-5
+            )
+            finish(manager, [("a", frame)])
+            manager.check_integrity()
+        assert history == [[], [4], [4], [4, 6]]
+
+
+def test_the_slot_that_the_next_frame_takes_may_be_missing_from_a_state() -> None:
     manager = build_manager([ring(3), ring(2, 2, 4)])
     run_stream(manager, "a", range(4))
     state = manager.get_state("a")
@@ -237,7 +267,6 @@ MISFITS: dict[str, Callable[[dict[str, Any]], None]] = {
     "written dtype": _edit_layer(lambda kv, written: (kv, written.int())),
     "written shape": _edit_layer(lambda kv, written: (kv, written[None])),
     "kv is a list": _edit_layer(lambda kv, written: (kv.tolist(), written)),
-    "a visible frame is missing": _edit_layer(_unwrite(1)),
     "half a frame": _edit_layer(_half_a_frame),
     "unaddressed slots written": _edit_layer(_all_written),
     "scratch not written": _edit_layer(_no_scratch),

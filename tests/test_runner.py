@@ -11,11 +11,13 @@ import torch
 
 from ringkv import (
     EngineResourceInfo,
+    FrameStep,
     KVSpec,
     RingKVConfig,
     RingKVLayerConfig,
     RolloutRequest,
     RolloutState,
+    StepContext,
     StepRunner,
 )
 
@@ -277,3 +279,34 @@ def test_a_malformed_request_is_refused_with_the_field_and_what_is_expected(chan
     }
     with pytest.raises(ValueError, match=message):
         RolloutRequest(**(good | changes))
+
+
+def test_a_compiled_model_breaks_its_graph_at_attend_and_agrees_with_eager():
+    """The regions around ``attend`` are compiled, once; the reads are picked anew at every clock."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def count_graphs(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    def layer(resource, x, frame_pos, commit):
+        return resource.attend(x * 2, x + 1, x - 1, 0, frame_pos, commit=commit).sin() * 3
+
+    compiled = torch.compile(layer, dynamic=False, backend=count_graphs)
+    eager, other = build(1), build(1)
+    eager.ingest_request("r")
+    other.ingest_request("r")
+    for frame in range(9):
+        step, ctx = FrameStep(frames=(("r", frame),)), StepContext(request_ids=("r",))
+        x, frame_pos = torch.full((1, 1, 2, 2), float(frame)), torch.tensor([frame])
+        for resource in (eager, other):
+            assert resource.admit(step, ctx).ok
+            resource.plan(step, ctx)
+            resource.attend(x, x, x, 1, frame_pos, commit=True)
+        for commit in (False, True):
+            expected = layer(eager, x, frame_pos, commit)
+            assert torch.equal(compiled(other, x, frame_pos, commit), expected)
+        eager.commit(step, ctx)
+        other.commit(step, ctx)
+    assert 2 <= len(graphs) <= 4  # before and after attend, for each value of commit

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 
 
 def fold(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """``[1, H_q, T, D]`` as ``[1, H, G * T, D]``; query head h belongs to KV head ``h // G``."""
+    """``[1, H_q, T, D]`` as contiguous ``[1, H, G * T, D]``; query head h belongs to KV head ``h // G``."""
     rows, _, _, head_dim = q.shape
-    return q.reshape(rows, kv_heads, -1, head_dim)
+    # Contiguous, because the CPU's flash kernel takes the last axis to be dense without looking at its stride.
+    return q.reshape(rows, kv_heads, -1, head_dim).contiguous()
 
 
 def unfold(out: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
