@@ -60,7 +60,7 @@ REFUSALS = [
     ("target_fps=nan", "target_fps=nan: ", "a number > 0"),
     ("target_fps=0", "target_fps=0.0: ", "a number > 0"),
     ("sweep.timeout_s=-1", "sweep.timeout_s=-1.0: ", "a number > 0"),
-    ("kv=rings", "kv=rings: ", "one of ring"),
+    ("kv=rings", "kv=rings: ", "ring_uncompacted"),
     ("+kv=rings", "+kv=rings: ", "expected kv=rings"),
     ("model=big", "model=big: ", "one of small, tiny, waypoint_360p, waypoint_720p"),
     ("model=[tiny,small]", "model=[tiny,small]: ", "one of small, tiny"),
@@ -90,7 +90,7 @@ REFUSALS = [
     ("-m ring_frames=8,many", "ring_frames=many: ", "an integer"),
     ("-m ring_frames=8,3.5", "ring_frames=3.5: ", "an integer"),
     ("-m +ring_frame=8,9", "+ring_frame=8,9: unknown key", "did you mean ring_frames?"),
-    ("-m kv=ring,rings", "kv=rings: ", "one of ring"),
+    ("-m kv=ring,rings", "kv=rings: ", "ring_uncompacted"),
     ("-m ring_frames=interval(1,4)", "ring_frames=interval(1,4): ", "a list of values"),
     ("-m hydra.sweep.dir=text.mp4", "hydra.sweep.dir=text.mp4: ", "a new or empty path"),
 ]

@@ -93,7 +93,8 @@ def frames_png(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) 
     for axis in (latency_axis, memory_axis):
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8, loc="lower right")
+            # Above the axes, where it cannot lie over the curve.
+            axis.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
     save_png(figure, path)
 
 
