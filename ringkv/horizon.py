@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from ringkv.config import RingKVLayerConfig
 
 
+def frame_after(clock: int | None) -> int:
+    """The frame that comes next once ``clock`` is committed; the first one when nothing is."""
+    return 0 if clock is None else clock + 1
+
+
 def is_kept(layer: RingKVLayerConfig, frame: int) -> bool:
     """Whether a committing pass of ``frame`` writes a ring slot of this layer (and not only scratch)."""
     return frame % layer.pinned_dilation == 0

@@ -11,12 +11,13 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, SupportsInt
+from typing import Any, ClassVar, Protocol, Self, SupportsInt
 
 import torch
 
 from ringkv import memory, statefile
-from ringkv.config import KVConfig
+from ringkv.config import EngineResourceInfo, KVConfig, KVSpec
+from ringkv.horizon import frame_after
 from ringkv.resource import AttentionResource, State
 from ringkv.sessions import SessionTable
 from ringkv.state import STATE_VERSION, check_state
@@ -52,16 +53,32 @@ class LayerStore(Protocol):
 
 
 class LifecycleResource(AttentionResource):
-    """``AttentionResource`` without the storage. ``_dirty`` holds the requests whose commit was aborted."""
+    """``AttentionResource`` without the storage.
 
+    A strategy names the ``config_class`` it serves and its ``read_paths``; any other ``attention`` raises
+    ``ValueError``. ``_dirty`` holds the requests whose commit was aborted.
+    """
+
+    config_class: ClassVar[type[KVConfig]]
+    read_paths: ClassVar[tuple[str, ...]] = ("auto", "canonical", "sdpa")
     layers: Sequence[LayerStore]
 
-    def __init__(self, config: KVConfig, name: str, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: KVConfig,
+        name: str,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.bfloat16,
+        attention: str = "auto",
+    ) -> None:
+        if attention not in self.read_paths:
+            raise ValueError(f"attention={attention!r}: {type(self).__name__} has {', '.join(self.read_paths)}")
         memory.dtype_name(dtype)
         self.config = config
         self.name = name
-        self.device = device
+        self.device = torch.device(device)
         self.dtype = dtype
+        self.attention = attention
         self._table = SessionTable(config.num_sessions)
         self._padding_session = config.num_sessions if config.padding_session else None
         # A padded batch is at most the power of two above num_sessions; 64 leaves room in a small pool.
@@ -70,6 +87,15 @@ class LifecycleResource(AttentionResource):
         self._plan: Plan | None = None
         self._no_plan_because = "nothing is planned: call plan first"
         self._commits_at_plan: list[int] = []
+
+    @classmethod
+    def build(cls, spec: KVSpec, info: EngineResourceInfo) -> Self:
+        config = spec.deployed_config()
+        if not isinstance(config, cls.config_class):
+            raise ValueError(
+                f"KVSpec.config is a {type(config).__name__}: {cls.__name__} needs a {cls.config_class.__name__}"
+            )
+        return cls(config, spec.resource_key, info.device, info.kv_dtype, info.attention)
 
     # -- what a strategy adds ----------------------------------------------------------------------------------
 
@@ -319,8 +345,7 @@ class LifecycleResource(AttentionResource):
             raise ValueError(f"{len(rows)} rows in a step: expected at most {self._max_rows}")
 
     def _next_clock(self, rid: str) -> int:
-        clock = self._table.clock_of(rid)
-        return 0 if clock is None else clock + 1
+        return frame_after(self._table.clock_of(rid))
 
     def _require_plan(self) -> Plan:
         if self._plan is None:

@@ -8,31 +8,28 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
 from ringkv import memory
 from ringkv.attention import paths
-from ringkv.config import EngineResourceInfo, KVConfig, KVSpec, RingKVLayerConfig
+from ringkv.config import KVConfig, RingKVLayerConfig
 from ringkv.lifecycle import LifecycleResource
 from ringkv.ordered_layer import OrderedLayer, Visible
 from ringkv.resource import MemoryReport
 from ringkv.state import check_tensor
-
-READ_PATHS = ("auto", "canonical", "sdpa")
-"""In frame order there is one segment, so one call without a join: ``auto`` is ``sdpa``."""
 
 
 class OrderedKVManager(LifecycleResource):
     """One ``OrderedLayer`` per attention layer.
 
     A state's layer has the frames that later frames may need left-aligned in frame order, and scratch as its last
-    frame. An aborted commit leaves nothing to lose: the frame was never among the held ones.
+    frame. An aborted commit leaves nothing to lose: the frame was never among the held ones. Frames in order are one
+    segment, read in one call without a join, so ``auto`` is ``sdpa``.
     """
 
     strategy: ClassVar[str]
-    config_class: ClassVar[type[KVConfig]]
     layers: Sequence[OrderedLayer]
 
     def __init__(
@@ -43,20 +40,8 @@ class OrderedKVManager(LifecycleResource):
         dtype: torch.dtype = torch.bfloat16,
         attention: str = "auto",
     ) -> None:
-        if attention not in READ_PATHS:
-            raise ValueError(f"attention={attention!r}: {self.strategy} has {', '.join(READ_PATHS)}")
-        super().__init__(config, name, torch.device(device), dtype)
-        self.attention = "sdpa" if attention == "auto" else attention
+        super().__init__(config, name, device, dtype, attention)
         self.layers = [self._build_layer(index) for index in range(config.num_layers)]
-
-    @classmethod
-    def build(cls, spec: KVSpec, info: EngineResourceInfo) -> Self:
-        config = spec.deployed_config()
-        if not isinstance(config, cls.config_class):
-            raise ValueError(
-                f"KVSpec.config is a {type(config).__name__}: {cls.__name__} needs a {cls.config_class.__name__}"
-            )
-        return cls(config, spec.resource_key, info.device, info.kv_dtype, info.attention)
 
     @abstractmethod
     def _build_layer(self, layer_idx: int) -> OrderedLayer:

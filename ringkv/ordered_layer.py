@@ -26,11 +26,6 @@ class Visible(NamedTuple):
     mask: torch.Tensor | None
 
 
-def frame_after(clock: int | None) -> int:
-    """The frame that comes next once ``clock`` is committed; the first one when nothing is."""
-    return 0 if clock is None else clock + 1
-
-
 class OrderedLayer(ABC):
     """Storage of one layer for all sessions, the padding session last.
 

@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ringkv.horizon import frame_after
 from ringkv.step import AdmitOutcome, FrameStep, StepContext
 
 
@@ -163,7 +164,7 @@ class SessionTable:
             if rid not in rows:
                 return never(f"request {rid!r} is in the step but not in its context", rid)
             clock = self.clock_of(rid)
-            expected = 0 if clock is None else clock + 1
+            expected = frame_after(clock)
             if frame != expected:
                 return never(f"request {rid!r} is at frame {expected}, not {frame}: a clock advances by one", rid)
         return None

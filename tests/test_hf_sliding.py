@@ -135,7 +135,7 @@ def test_the_fast_read_is_the_canonical_one_but_for_rounding() -> None:
     for frame in range(12):
         for left, right in zip(drive(fast, [("a", frame)]), drive(slow, [("a", frame)]), strict=True):
             assert (left - right).abs().max() < 1e-6 * 4  # |V| stays below 4 or so
-    with pytest.raises(ValueError, match="'segments': hf_sliding has auto, canonical, sdpa"):
+    with pytest.raises(ValueError, match="'segments': HFSlidingKVManager has auto, canonical, sdpa"):
         build(4, attention="segments")
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ringkv import horizon, memory
 from ringkv.config import KVConfig, RingKVLayerConfig
-from ringkv.ordered_layer import PlacedLayer, Visible, frame_after
+from ringkv.ordered_layer import PlacedLayer, Visible
 
 
 class FullLayer(PlacedLayer):
@@ -47,7 +47,7 @@ class FullLayer(PlacedLayer):
         self._release(session)
 
     def state_frames(self, clock: int | None) -> tuple[int, int]:
-        frames = frame_after(clock)
+        frames = horizon.frame_after(clock)
         return frames, frames + 1
 
     def restore(self, session: int, history: torch.Tensor) -> None:
@@ -61,7 +61,7 @@ class FullLayer(PlacedLayer):
         return super().session_bytes(session) + (0 if gathered is None else gathered.nbytes)
 
     def expected_held(self, clock: int | None) -> set[int]:
-        return {frame_after(clock)}
+        return {horizon.frame_after(clock)}
 
     def is_empty(self, session: int) -> bool:
         return self.session_bytes(session) == 0

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
-from ringkv import memory
-from ringkv.config import EngineResourceInfo, KVSpec, PagedKVConfig
+from ringkv import horizon, memory
+from ringkv.config import PagedKVConfig
 from ringkv.lifecycle import LifecycleResource, Plan
 from ringkv.paged.cache import LayerPagedCache
 from ringkv.resource import MemoryReport
 from ringkv.state import check_tensor
 from ringkv.step import AdmitOutcome, FrameStep, StepContext
-
-READ_PATHS = ("auto", "canonical", "sdpa")
 
 
 class PagedKVManager(LifecycleResource):
@@ -28,6 +26,7 @@ class PagedKVManager(LifecycleResource):
     and any page size.
     """
 
+    config_class = PagedKVConfig
     fixed_addresses: ClassVar[bool] = True
     config: PagedKVConfig
     layers: list[LayerPagedCache]
@@ -40,19 +39,9 @@ class PagedKVManager(LifecycleResource):
         dtype: torch.dtype = torch.bfloat16,
         attention: str = "auto",
     ) -> None:
-        if attention not in READ_PATHS:
-            raise ValueError(f"attention={attention!r}: the paged cache has {', '.join(READ_PATHS)}")
-        super().__init__(config, name, torch.device(device), dtype)
-        self.attention = attention
+        super().__init__(config, name, device, dtype, attention)
         self.layers = [LayerPagedCache(config, index, dtype, self.device) for index in range(config.num_layers)]
         self._addresses = self._buffer_addresses()
-
-    @classmethod
-    def build(cls, spec: KVSpec, info: EngineResourceInfo) -> Self:
-        config = spec.deployed_config()
-        if not isinstance(config, PagedKVConfig):
-            raise ValueError(f"KVSpec.config is a {type(config).__name__}: PagedKVManager needs a PagedKVConfig")
-        return cls(config, spec.resource_key, info.device, info.kv_dtype, info.attention)
 
     def admit(self, step: FrameStep, ctx: StepContext) -> AdmitOutcome:
         refusal = self._table.refusal(step, ctx) or self._page_refusal(step)
@@ -136,7 +125,7 @@ class PagedKVManager(LifecycleResource):
 
     def _check_layer(self, layer_idx: int, kv: torch.Tensor, written: torch.Tensor, clock: int | None) -> None:
         config = self.config
-        lo, hi = self.layers[layer_idx].history(_after(clock))
+        lo, hi = self.layers[layer_idx].history(horizon.frame_after(clock))
         capacity = hi - lo + config.tokens_per_frame
         shape = (2, 1, config.num_kv_heads, capacity, config.head_dim)
         check_tensor(f"state layers[{layer_idx}] kv", kv, shape, self.dtype)
@@ -150,7 +139,7 @@ class PagedKVManager(LifecycleResource):
     def _check_room(self, session: int | None, clock: int | None) -> None:
         for index, layer in enumerate(self.layers):
             room = layer.table.pool.num_free + (layer.table.num_owned(session) if session is not None else 0)
-            wanted = layer.table.missing(None, layer.history(_after(clock)))
+            wanted = layer.table.missing(None, layer.history(horizon.frame_after(clock)))
             if wanted > room:
                 raise RuntimeError(
                     f"a state at clock {clock} needs {wanted} pages of layer {index}, {room} of "
@@ -159,7 +148,7 @@ class PagedKVManager(LifecycleResource):
 
     def _import(self, session: int, layers: list[tuple[torch.Tensor, torch.Tensor]], clock: int | None) -> None:
         for layer, (kv, _) in zip(self.layers, layers, strict=True):
-            history = layer.history(_after(clock))
+            history = layer.history(horizon.frame_after(clock))
             layer.table.grow(session, history)
             layer.scatter(session, history, kv)
 
@@ -220,8 +209,3 @@ class PagedKVManager(LifecycleResource):
         if self.device.type == "meta":
             return []
         return [t.data_ptr() for layer in self.layers for t in (layer.kv, layer.staging, layer.table.entries)]
-
-
-def _after(clock: int | None) -> int:
-    """The frame that follows the committed frame ``clock``."""
-    return 0 if clock is None else clock + 1

@@ -12,13 +12,13 @@ taking tokens back: ``crop(0)`` at the commit evicts what left the window, ``cro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
 from ringkv import horizon
 from ringkv.attention import paths
-from ringkv.config import EngineResourceInfo, HFSlidingKVConfig, KVSpec
+from ringkv.config import HFSlidingKVConfig
 from ringkv.lifecycle import LifecycleResource
 from ringkv.resource import MemoryReport
 from ringkv.state import check_tensor
@@ -27,8 +27,6 @@ try:
     from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 except ImportError as error:
     raise ImportError("hf_sliding needs transformers 5: pip install 'ringkv[peers]'") from error
-
-READ_PATHS = ("auto", "canonical", "sdpa")
 
 
 @dataclass
@@ -45,6 +43,7 @@ class HFSlidingKVManager(LifecycleResource):
     Padding rows stand at clock 0 and see themselves alone, so they need no storage.
     """
 
+    config_class = HFSlidingKVConfig
     fixed_addresses: ClassVar[bool] = False
     config: HFSlidingKVConfig
     layers: list[SlidingLayer]
@@ -57,23 +56,11 @@ class HFSlidingKVManager(LifecycleResource):
         dtype: torch.dtype = torch.bfloat16,
         attention: str = "auto",
     ) -> None:
-        if attention not in READ_PATHS:
-            raise ValueError(f"attention={attention!r}: hf_sliding has {', '.join(READ_PATHS)}")
-        super().__init__(config, name, torch.device(device), dtype)
-        self.attention = attention
+        super().__init__(config, name, device, dtype, attention)
         tokens = config.tokens_per_frame
         self.layers = [SlidingLayer((layer.ring_buckets - 1) * tokens + 1) for layer in config.layers]
         # Any: transformers types a cache's layers as a union of everything that a layer could be.
         self._caches: list[Any] = [self._new_cache() for _ in range(config.num_sessions)]
-
-    @classmethod
-    def build(cls, spec: KVSpec, info: EngineResourceInfo) -> Self:
-        config = spec.deployed_config()
-        if not isinstance(config, HFSlidingKVConfig):
-            raise ValueError(
-                f"KVSpec.config is a {type(config).__name__}: HFSlidingKVManager needs an HFSlidingKVConfig"
-            )
-        return cls(config, spec.resource_key, info.device, info.kv_dtype, info.attention)
 
     def memory_bytes(self) -> int:
         return sum(
@@ -160,7 +147,7 @@ class HFSlidingKVManager(LifecycleResource):
         capacity = config.layers[layer_idx].ring_buckets * config.tokens_per_frame
         check_tensor(f"{what} kv", kv, (2, 1, config.num_kv_heads, capacity, config.head_dim), self.dtype)
         check_tensor(f"{what} written", written, (capacity,), torch.bool)
-        frames = self._window_frames(layer_idx, 0 if clock is None else clock + 1)
+        frames = self._window_frames(layer_idx, horizon.frame_after(clock))
         scratch = config.layers[layer_idx].ring_buckets - 1
         expected = [index < frames or index == scratch for index in range(scratch + 1)]
         by_frame = written.cpu().view(-1, config.tokens_per_frame).tolist()
@@ -169,7 +156,7 @@ class HFSlidingKVManager(LifecycleResource):
 
     def _import(self, session: int, layers: list[tuple[torch.Tensor, torch.Tensor]], clock: int | None) -> None:
         for layer_idx, (kv, _) in enumerate(layers):
-            tokens = self._window_frames(layer_idx, 0 if clock is None else clock + 1) * self.config.tokens_per_frame
+            tokens = self._window_frames(layer_idx, horizon.frame_after(clock)) * self.config.tokens_per_frame
             if tokens:
                 self._caches[session].update(kv[0, :, :, :tokens], kv[1, :, :, :tokens], layer_idx)
 

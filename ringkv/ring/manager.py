@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
 from ringkv import horizon, memory
-from ringkv.config import EngineResourceInfo, KVSpec, RingKVConfig, RingKVLayerConfig
+from ringkv.config import RingKVConfig, RingKVLayerConfig
 from ringkv.lifecycle import LifecycleResource, Plan
 from ringkv.resource import MemoryReport
 from ringkv.ring import snapshot
@@ -17,8 +17,6 @@ from ringkv.ring.view import RowView
 RingPlan = Plan
 """The host copy of a staged step: request ids, session indices, clocks."""
 
-READ_PATHS = ("auto", "canonical", "sdpa", "segments")
-
 
 class RingKVManager(LifecycleResource):
     """One ``LayerRingCache`` per layer, holding ``num_sessions`` sessions and, if asked for, one for padding rows.
@@ -27,6 +25,8 @@ class RingKVManager(LifecycleResource):
     per session and layer, the slots that hold nothing although the clock says they do; it is empty in ordinary use.
     """
 
+    config_class = RingKVConfig
+    read_paths = ("auto", "canonical", "sdpa", "segments")
     fixed_addresses: ClassVar[bool] = True
     config: RingKVConfig
     layers: list[LayerRingCache]
@@ -39,14 +39,12 @@ class RingKVManager(LifecycleResource):
         dtype: torch.dtype = torch.bfloat16,
         attention: str = "auto",
     ) -> None:
-        device = torch.device(device)
-        on_host = device.type in ("cpu", "meta")
-        if attention not in READ_PATHS or (attention == "segments" and not on_host):
-            raise ValueError(
-                f"attention={attention!r} on {device.type}: the ring has {', '.join(READ_PATHS)} (segments on the CPU)"
-            )
-        super().__init__(config, name, device, dtype)
-        self.attention = "sdpa" if attention == "auto" and not on_host else attention
+        super().__init__(config, name, device, dtype, attention)
+        if self.device.type not in ("cpu", "meta"):
+            if attention == "segments":
+                raise ValueError(f"attention='segments' on {self.device.type}: its kernel is the CPU's; take sdpa")
+            if attention == "auto":
+                self.attention = "sdpa"
         self.layers = [
             LayerRingCache(
                 memory.allocated_sessions(config),
@@ -66,13 +64,6 @@ class RingKVManager(LifecycleResource):
         self._addresses = self._buffer_addresses()
         self._missing: dict[int, list[set[int]]] = {}
         self._views: dict[tuple[int, RingKVLayerConfig | int], RowView] = {}
-
-    @classmethod
-    def build(cls, spec: KVSpec, info: EngineResourceInfo) -> Self:
-        config = spec.deployed_config()
-        if not isinstance(config, RingKVConfig):
-            raise ValueError(f"KVSpec.config is a {type(config).__name__}: RingKVManager needs a RingKVConfig")
-        return cls(config, spec.resource_key, info.device, info.kv_dtype, info.attention)
 
     def upsert(
         self,

@@ -9,7 +9,7 @@ import torch
 from ringkv import horizon, memory
 from ringkv.config import CatKVConfig, KVConfig, RingKVLayerConfig
 from ringkv.ordered import OrderedKVManager
-from ringkv.ordered_layer import OrderedLayer, Visible, frame_after
+from ringkv.ordered_layer import OrderedLayer, Visible
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Keys and values ``[1, H, n, D]`` of n tokens, each with a storage of its own."""
@@ -52,7 +52,9 @@ class CatLayer(OrderedLayer):
         self.held[session] = 0
 
     def state_frames(self, clock: int | None) -> tuple[int, int]:
-        return len(horizon.visible_frames(self.geometry, frame_after(clock))), memory.window_frames(self.geometry)
+        return len(horizon.visible_frames(self.geometry, horizon.frame_after(clock))), memory.window_frames(
+            self.geometry
+        )
 
     def history(self, session: int, frames: int) -> torch.Tensor:
         first = (self.held[session] - frames) * self.tokens_per_frame

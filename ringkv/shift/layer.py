@@ -8,7 +8,7 @@ import torch
 
 from ringkv import horizon, memory
 from ringkv.config import KVConfig, RingKVLayerConfig
-from ringkv.ordered_layer import PlacedLayer, Visible, frame_after
+from ringkv.ordered_layer import PlacedLayer, Visible
 
 
 class ShiftLayer(PlacedLayer):
@@ -49,7 +49,7 @@ class ShiftLayer(PlacedLayer):
 
     def state_frames(self, clock: int | None) -> tuple[int, int]:
         # What the next frame sees: whether the shift for it is done makes no difference to a state.
-        return len(horizon.visible_frames(self.geometry, frame_after(clock))), self.session_frames
+        return len(horizon.visible_frames(self.geometry, horizon.frame_after(clock))), self.session_frames
 
     def restore(self, session: int, history: torch.Tensor) -> None:
         self.held[session] = history.shape[3] // self.tokens_per_frame
