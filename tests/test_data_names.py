@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import ale_py
+import ale_py.roms
 import pytest
 
 from model.data import DATA_NAMES, action_names, check_path, check_request, game_actions, load_clip

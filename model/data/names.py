@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from model.data.folder import IMAGE_SUFFIXES, image_files
+
 _ACTIONS = {
     "freeway": ("NOOP", "UP", "DOWN"),
     "pong": ("NOOP", "FIRE", "RIGHT", "LEFT", "RIGHTFIRE", "LEFTFIRE"),
@@ -20,8 +22,6 @@ _ACTIONS = {
 
 DATA_NAMES = tuple(_ACTIONS)
 GAMES = ("freeway", "pong", "breakout")
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
-"""What counts as a frame in a folder of images, whatever the case."""
 
 
 def check_name(name: str) -> None:
@@ -95,10 +95,3 @@ def check_path(path: str | os.PathLike[str]) -> None:
     from model.data.video import check_video  # decodes with PyAV, which a request for a game never needs
 
     check_video(where)
-
-
-def image_files(folder: Path) -> list[Path]:
-    """The images in ``folder``, sorted by name (as text: pad numbers with zeros)."""
-    return sorted(
-        (file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES), key=lambda file: file.name
-    )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from model.data.clip import Clip, Pixels
-from model.data.names import image_files
+from model.data.folder import image_files
 from model.data.pixels import center_crop, to_size
 
 if TYPE_CHECKING:
