@@ -123,6 +123,8 @@ def _through_hydra(
             return exit_.code if isinstance(exit_.code, int) else OK
         except (HydraException, OmegaConfBaseException) as error:
             raise explain(error) from error
+        except BrokenPipeError:  # what Hydra was asked to show is read no further, as by ``| head``
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except OSError as error:
             raise BadInput(
                 f"{folder}={error.filename}: {error.strerror}; expected a folder that can be made"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 import traceback
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from model.data import Clip
 from model.sampler import FrameSampler
 from ringkv.harness.ledger import measure_frames
 from ringkv.harness.machine import machine_card
-from ringkv.harness.records import RunDir, dumps_strict, error_line, replace_text
+from ringkv.harness.records import RunDir, dumps_strict, error_line, replace_text, to_plain
 from ringkv.harness.tracking import start_tracker
 from scripts.app import build, compare_report
 from scripts.app.compare_check import REFERENCE, Comparison
@@ -33,17 +32,18 @@ from scripts.app.geometry import model_config
 from scripts.app.strategies import kv_config, seen_past
 
 OK, FAILED, REFUSED = 0, 1, 2
-COMPARE_FILE, PLOT_FILE, PAGE_FILE = "compare.json", "compare.png", "compare.html"
 
 
 def run_comparison(comparison: Comparison, run_dir: RunDir) -> int:
     """Run a checked comparison in a claimed folder; the exit code. Whatever ends it is recorded, Ctrl-C too.
 
-    Each strategy has a folder of its own below, with the records of a rollout.
+    Each strategy has a folder of its own below, with the records of a rollout; the comparison's own frames.jsonl stays
+    empty. A strategy that fails does not stop the others.
     """
     console = Console(soft_wrap=True, highlight=False)
     lanes: list[Lane] = []
-    result: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
+    found: dict[str, Any] = {"ledger": {}, "equality": None}
     error: BaseException | None = None
     code = OK
     with run_dir:
@@ -51,41 +51,49 @@ def run_comparison(comparison: Comparison, run_dir: RunDir) -> int:
             run_dir.write_config(comparison.config)
             geometry = model_config(comparison.config)
             try:
-                clips, model = _set_up(comparison, geometry, result)
+                clips, model = _set_up(comparison, geometry, facts)
             except ValueError:
                 code = REFUSED
                 raise
-            compare_report.print_header(console, comparison, geometry, result)
+            compare_report.print_header(console, comparison, geometry, facts)
             for name, config in comparison.rollouts.items():
                 lane_dir = RunDir.create(run_dir.path / name)
                 lane_dir.write_config(config)
                 lanes.append(Lane(name, config, geometry, lane_dir, comparison.budget_bytes))
             _take_turns(comparison, lanes, model, clips, console)
-            _measure_the_rest(comparison, lanes, model, clips[0], result)
+            _measure_the_rest(comparison, lanes, model, clips[0], found)
         except BaseException as raised:  # Ctrl-C and a closed pipe too
             error, code = raised, code or FAILED
         for lane in lanes:
             if not lane.over:
                 lane.end(error)
-        failed = [lane.name for lane in lanes if lane.ended is not None and lane.ended.status == "failed"]
-        if error is None and failed:
-            error, code = RuntimeError(f"failed: {', '.join(failed)}; see {COMPARE_FILE}"), FAILED
-        _write(comparison, lanes, result, run_dir, error)
+        failures = [lane for lane in lanes if lane.ended is not None and lane.ended.status == "failed"]
+        if error is None and failures:
+            code = FAILED
+            error = RuntimeError(f"strategies failed: {', '.join(lane.name for lane in failures)}")
+        result = _result(comparison, lanes, facts, found, error)
+        replace_text(run_dir.path / compare_report.COMPARE_FILE, dumps_strict(result, indent=1) + "\n")
+        run_dir.write_summary(facts, error=error)
+        if any(lane.frame_ms for lane in lanes):
+            compare_report.write_pictures(result, run_dir.path)
     if code == REFUSED:
         print(f"error: {error}", file=sys.stderr)
         return code
-    sync_lines = _track(comparison, lanes, run_dir.path.name)
-    if lanes and "strategies" in result:
-        compare_report.print_end(console, result, run_dir.path, sync_lines)
+    offline = _track(comparison, lanes, run_dir.path.name)
+    if any(lane.rows for lane in lanes):
+        compare_report.print_end(console, result, run_dir.path, offline=offline)
     if error is not None:
-        traceback.print_exception(error)
+        if failures:
+            for lane in failures:
+                assert lane.ended is not None
+                print(lane.ended.traceback, file=sys.stderr, end="")
+        else:
+            traceback.print_exception(error)
         print(f"failed: {run_dir.path}", file=sys.stderr)
     return code
 
 
-def _set_up(
-    comparison: Comparison, geometry: ModelConfig, result: dict[str, Any]
-) -> tuple[list[Clip], FrameSampler]:
+def _set_up(comparison: Comparison, geometry: ModelConfig, facts: dict[str, Any]) -> tuple[list[Clip], FrameSampler]:
     """Load what all share, and note where it comes from. ``ValueError`` for input that turns out unfit."""
     config = comparison.config
     assert config.threads is not None
@@ -93,7 +101,7 @@ def _set_up(
     torch.manual_seed(config.seed)
     clips = build.load_clips(config, geometry)
     weights = build.build_weights(config, geometry)
-    result |= {
+    facts |= {
         "machine": machine_card(config.device, packages=("ringkv", "model", "scripts")),
         "model/parameters": geometry.num_parameters,
         "model/weights": "random" if weights.path is None else str(weights.path),
@@ -108,37 +116,36 @@ def _take_turns(
     comparison: Comparison, lanes: list[Lane], model: FrameSampler, clips: list[Clip], console: Console
 ) -> None:
     config = comparison.config
-    assert config.num_frames is not None
     for lane in lanes:
         lane.start(model, clips)
+    for lane in lanes:
+        lane.advance(config.context_frames)  # a turn that no ratio counts
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("frames", total=config.num_frames)
-        order = lanes
-        frames = config.context_frames  # the given frames are a turn of their own, which no ratio counts
+        turn = 0
         while any(lane.running for lane in lanes):
-            for lane in order:
-                lane.advance(frames)
+            for lane in lanes if turn % 2 == 0 else lanes[::-1]:
+                lane.advance(config.block_frames)
+            turn += 1
             progress.update(task, completed=max(lane.made for lane in lanes))
-            order = order[::-1] if frames == config.block_frames or not config.context_frames else order
-            frames = config.block_frames
     for lane in lanes:
         if not lane.over:
             lane.end()
 
 
 def _measure_the_rest(
-    comparison: Comparison, lanes: list[Lane], model: FrameSampler, clip: Clip, result: dict[str, Any]
+    comparison: Comparison, lanes: list[Lane], model: FrameSampler, clip: Clip, found: dict[str, Any]
 ) -> None:
     """What needs no clock: the ledger of each strategy, and who agrees with whom."""
     config = comparison.config
     assert config.equality_frames is not None
     geometry = model.model.config
     if config.ledger:
-        result["ledger"] = {lane.name: _ledger(lane, geometry) for lane in lanes}
+        found["ledger"] = {lane.name: _ledger(lane, geometry) for lane in lanes}
     started = {lane.name: lane.config for lane in lanes if lane.made}
     if config.equality_frames:
-        result["equality"] = measure_equality(started, geometry, model, clip, config.equality_frames)
+        found["equality"] = measure_equality(started, geometry, model, clip, config.equality_frames)
 
 
 def _ledger(lane: Lane, geometry: ModelConfig) -> dict[str, Any] | None:
@@ -161,67 +168,49 @@ def _ledger(lane: Lane, geometry: ModelConfig) -> dict[str, Any] | None:
     }
 
 
-def _strategies(comparison: Comparison, lanes: list[Lane], result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The row of each strategy, with its curves."""
-    block_frames = comparison.config.block_frames
-    blocks = {lane.name: block_sums(lane.frame_ms, block_frames) for lane in lanes}
-    rows = []
-    for lane in lanes:
-        ratio = paired_ratio(blocks[lane.name], blocks[REFERENCE], seed=comparison.config.seed)
-        rows.append(
-            {
-                "strategy": lane.name,
-                "sees": seen_past(lane.config),
-                "status": lane.ended.status if lane.ended else "ok",
-                "ended": lane.ended,
-                "frames": lane.made,
-                "ratio": ratio,
-                "ledger": result.get("ledger", {}).get(lane.name),
-            }
-            | lane.summary()
-            | {
-                "curves": {
-                    "frame": list(range(lane.made)),
-                    "phase": [row["phase"] for row in lane.rows],
-                    "frame_ms": [row["latency_ms"] for row in lane.rows],
-                    "kv_bytes": [row["kv_bytes"] for row in lane.rows],
-                    "kv_in_use_bytes": [row["kv_in_use_bytes"] for row in lane.rows],
-                }
-            }
-        )
-    return rows
-
-
-def _write(
+def _result(
     comparison: Comparison,
     lanes: list[Lane],
-    result: dict[str, Any],
-    run_dir: RunDir,
+    facts: dict[str, Any],
+    found: dict[str, Any],
     error: BaseException | None,
-) -> None:
-    """compare.json always; the pictures when there is something to draw."""
-    result["strategies"] = _strategies(comparison, lanes, result)
-    result.pop("ledger", None)
-    result |= {
-        "status": "ok" if error is None else "failed",
-        "error": None if error is None else error_line(error),
-        "block_frames": comparison.config.block_frames,
-        "num_frames": comparison.config.num_frames,
-        "context_frames": comparison.config.context_frames,
-        "reference": REFERENCE,
-        "definitions": compare_report.DEFINITIONS,
-    }
-    replace_text(run_dir.path / COMPARE_FILE, dumps_strict(result, indent=1) + "\n")
-    run_dir.write_summary(
-        {key: value for key, value in result.items() if key not in ("strategies", "status", "error")}, error=error
+) -> dict[str, Any]:
+    """What compare.json holds; ``compare_report.DEFINITIONS`` says what its numbers are."""
+    config = comparison.config
+    blocks = {lane.name: block_sums(lane.frame_ms, config.block_frames) for lane in lanes}
+    rows = []
+    for lane in lanes:
+        row = {
+            "strategy": lane.name,
+            "sees": seen_past(lane.config),
+            "status": lane.ended.status if lane.ended else "ok",
+            "ended": lane.ended,
+            "frames": lane.made,
+            "ratio": paired_ratio(blocks[lane.name], blocks[REFERENCE], seed=config.seed),
+            "ledger": found["ledger"].get(lane.name),
+        }
+        curves = {
+            "frame": list(range(lane.made)),
+            **{key: [row[key] for row in lane.rows] for key in ("phase", "latency_ms", "kv_bytes", "kv_in_use_bytes")},
+        }
+        rows.append(row | lane.summary() | {"curves": curves})
+    return to_plain(
+        {
+            "status": "ok" if error is None else "failed",
+            "error": None if error is None else error_line(error),
+            "reference": REFERENCE,
+            "definitions": compare_report.DEFINITIONS,
+            "config": config,
+            **facts,
+            "strategies": rows,
+            "equality": found["equality"],
+        }
     )
-    if any(lane.frame_ms for lane in lanes):
-        compare_report.write_pictures(comparison, result, run_dir.path / PLOT_FILE, run_dir.path / PAGE_FILE)
 
 
-def _track(comparison: Comparison, lanes: list[Lane], name: str) -> list[str]:
-    """One W&B run per strategy in one group; the lines that upload them."""
-    tracking, lines = comparison.config.tracking, []
+def _track(comparison: Comparison, lanes: list[Lane], name: str) -> bool:
+    """One W&B run per strategy in one group; whether there are offline ones to upload."""
+    tracking, offline = comparison.config.tracking, False
     for lane in lanes:
         tracker = start_tracker(
             tracking.mode,
@@ -235,11 +224,5 @@ def _track(comparison: Comparison, lanes: list[Lane], name: str) -> list[str]:
             for row in lane.rows:
                 tracker.log_frame(row)
             tracker.summary(lane.summary())
-            line = tracker.finish(0 if lane.ended is None else 1)
-        lines += [] if line is None else [line]
-    return lines
-
-
-def folder_files(folder: Path) -> list[tuple[str, Path]]:
-    """What a comparison leaves for a person to look at."""
-    return [(label, folder / name) for label, name in (("page", PAGE_FILE), ("plot", PLOT_FILE), ("rows", COMPARE_FILE))]
+            offline |= tracker.finish(0 if lane.ended is None else 1) is not None
+    return offline

@@ -45,7 +45,10 @@ class LaneEnd:
 
 @dataclass
 class Lane:
-    """A strategy on its way. rows: of ``records.FRAME_COLUMNS``, one per frame of all sessions."""
+    """A strategy on its way. rows: of ``records.FRAME_COLUMNS``, one per frame of all sessions.
+
+    over: whether ``end`` was called.
+    """
 
     name: str
     config: RolloutConfig
@@ -55,6 +58,7 @@ class Lane:
     rows: list[dict[str, Any]] = field(default_factory=list)
     ended: LaneEnd | None = None
     warmup_ms: float = 0.0
+    over: bool = False
 
     def __post_init__(self) -> None:
         self._runner: StepRunner | RecomputeRunner | None = None
@@ -128,7 +132,7 @@ class Lane:
             )
         self.run_dir.write_summary(self.summary(), error=error)
         self.run_dir.close()
-        self._runner = None
+        self._runner, self.over = None, True
 
     def summary(self) -> dict[str, Any]:
         """As of ``records.SUMMARY_COLUMNS``, as far as one strategy can tell."""
@@ -166,4 +170,3 @@ class Lane:
             raise OverBudget(
                 f"frame {frame} takes {wanted / _MIB:.2f} MiB of KV, above budget_mib={self.budget_bytes / _MIB:g}"
             )
-

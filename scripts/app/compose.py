@@ -63,11 +63,12 @@ def compose_all(config_name: str, overrides: Sequence[str], *, multirun: bool) -
     config_name: key of ``SCHEMAS``; a point is of that type.
     """
     schema = SCHEMAS[config_name]
+    groups = _groups(config_name)
     with initialize_config_dir(str(CONF_DIR), version_base=VERSION_BASE, job_name=config_name):
         parsed = [_parse(text) for text in overrides]
         for override in parsed:
             _check_key(override, schema)
-            _check_choice(override, schema)
+            _check_choice(override, schema, config_name, groups)
         fixed = [override for override in parsed if not override.is_sweep_override()]
         swept = [override for override in parsed if override.is_sweep_override()]
         master = _compose(config_name, fixed, schema)
@@ -80,7 +81,7 @@ def compose_all(config_name: str, overrides: Sequence[str], *, multirun: bool) -
         points = []
         for point in _sweep_points(master, parsed, schema):
             for override in point:
-                _check_choice(override, schema)
+                _check_choice(override, schema, config_name, groups)
             points.append(typed(_job_node(_compose(config_name, point, schema)), point))
         return Composed(True, master, points)
 
@@ -188,12 +189,24 @@ def _walk(node: Any, parts: Sequence[str], refusal: str, owner: str, also: Seque
         node, owner = fields[part], f"{owner}.{part}" if owner else part
 
 
-def _check_choice(override: Override, schema: type[JobKnobs]) -> None:
-    """Refuse an option that a group does not have."""
+def _groups(config_name: str) -> list[str]:
+    """Groups that the config chooses from."""
+    entries = [
+        entry for entry in OmegaConf.load(CONF_DIR / f"{config_name}.yaml").defaults if not isinstance(entry, str)
+    ]
+    return sorted(str(key) for entry in entries for key in entry if not str(key).startswith("override "))
+
+
+def _check_choice(override: Override, schema: type[JobKnobs], config_name: str, groups: Sequence[str]) -> None:
+    """Refuse a group that the config does not choose from, and an option that a group does not have."""
     loader = GlobalHydra.instance().config_loader()
     group = override.key_or_group
     options = loader.get_group_options(group)
-    if not options or override.is_delete() or override.is_sweep_override():
+    if not options or override.is_delete() or override.is_hydra_override():
+        return
+    if group not in groups:
+        raise BadInput(f"{override.input_line}: {config_name} has no such choice; it chooses {', '.join(groups)}")
+    if override.is_sweep_override():
         return
     choice = override.value()
     optional = group not in typing.get_type_hints(schema)
