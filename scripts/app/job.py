@@ -6,17 +6,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from model.config import ModelConfig
-from model.data import Clip, frames_to_uint8
-from model.sampler import FrameSampler
+from model.data import frames_to_uint8
 from ringkv import StepRunner
 from ringkv.harness.machine import machine_card
 from ringkv.harness.meters import FrameMeter, PeakRss
@@ -25,40 +21,13 @@ from ringkv.harness.tracking import Tracker, start_tracker
 from ringkv.recompute import RecomputeRunner
 from ringkv.runner import FrameResult
 from scripts.app import build, report
-from scripts.app.geometry import model_config, ring_wraps
+from scripts.app.geometry import ring_wraps
+from scripts.app.rollout import Rollout
 from scripts.app.schema import RolloutConfig
-from scripts.app.strategies import kv_bytes, kv_config, ring_layers, seen_past
+from scripts.app.strategies import kv_bytes, ring_layers, seen_past
 from scripts.app.trace import TRACE_FILE, StepTrace
 
 OK, FAILED, REFUSED = 0, 1, 2
-
-
-@dataclass
-class Rollout:
-    """What a run works with. frames: per session, the pixels shown so far, uint8 [H, W, C] each."""
-
-    config: RolloutConfig
-    geometry: ModelConfig
-    clips: list[Clip]
-    weights: build.Weights
-    runner: StepRunner | RecomputeRunner
-    frames: dict[str, list[np.ndarray]]
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    @classmethod
-    def set_up(cls, config: RolloutConfig) -> Rollout:
-        """Load and build everything, deterministically from the seed. ``ValueError`` for input that turns out unfit."""
-        assert config.threads is not None
-        torch.set_num_threads(config.threads)
-        torch.manual_seed(config.seed)
-        geometry = model_config(config)
-        clips = build.load_clips(config, geometry)
-        weights = build.build_weights(config, geometry)
-        runner = build.build_runner(
-            config.kv.strategy, kv_config(config, geometry), build.resource_info(config), FrameSampler(weights.model)
-        )
-        names = [f"session-{index}" for index in range(config.num_sessions)]
-        return cls(config, geometry, clips, weights, runner, {name: [] for name in names})
 
 
 def run_rollout(config: RolloutConfig, run_dir: RunDir, *, name: str, group: str | None) -> int:

@@ -17,7 +17,7 @@ from ringkv.harness.video import SessionFrames, compose_grid, write_mp4
 from scripts.app.schema import RolloutConfig
 
 if TYPE_CHECKING:
-    from scripts.app.job import Rollout
+    from scripts.app.rollout import Rollout
 
 MAX_SESSIONS_SHOWN = 9
 _STRIP_COLUMNS = 10
