@@ -10,11 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ringkv.config import CatKVConfig as CatKVConfig
     from ringkv.config import EngineResourceInfo as EngineResourceInfo
+    from ringkv.config import FullKVConfig as FullKVConfig
+    from ringkv.config import HFSlidingKVConfig as HFSlidingKVConfig
     from ringkv.config import KVConfig as KVConfig
     from ringkv.config import KVSpec as KVSpec
+    from ringkv.config import PagedKVConfig as PagedKVConfig
     from ringkv.config import RingKVConfig as RingKVConfig
     from ringkv.config import RingKVLayerConfig as RingKVLayerConfig
+    from ringkv.config import ShiftKVConfig as ShiftKVConfig
     from ringkv.horizon import visible_frames as visible_frames
     from ringkv.resource import AttentionResource as AttentionResource
     from ringkv.ring.cache import LayerRingCache as LayerRingCache
@@ -32,6 +37,11 @@ _HOME = {
     "KVConfig": "config",
     "RingKVConfig": "config",
     "RingKVLayerConfig": "config",
+    "CatKVConfig": "config",
+    "FullKVConfig": "config",
+    "HFSlidingKVConfig": "config",
+    "PagedKVConfig": "config",
+    "ShiftKVConfig": "config",
     "KVSpec": "config",
     "EngineResourceInfo": "config",
     "FrameStep": "step",
