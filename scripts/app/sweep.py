@@ -11,6 +11,7 @@ from typing import Any
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -19,10 +20,9 @@ from ringkv.harness.tables import format_value
 
 SWEEP_FILE = "sweep.json"
 _SHOWN = (
-    ("throughput/frames_per_s", "throughput"),
+    ("throughput/frames_per_s", "frames/s"),
     ("latency/frame_ms_p50", "p50"),
     ("memory/kv_bytes", "KV"),
-    ("memory/peak_rss_bytes", "process"),
 )
 
 
@@ -74,13 +74,14 @@ class SweepReport(Callback):
 
     def _table(self) -> Table:
         common = set.intersection(*(set(row["overrides"]) for row in self._rows)) if len(self._rows) > 1 else set()
-        table = Table(title="sweep", title_justify="left")
+        table = Table(title="sweep", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         for heading in ("point", "overrides", "status", "steps"):
-            table.add_column(heading)
+            # What a point is must stay readable on 80 columns: it folds, and is never cut off.
+            table.add_column(heading, overflow="fold", no_wrap=heading != "overrides")
         for _, heading in _SHOWN:
-            table.add_column(heading, justify="right")
+            table.add_column(heading, justify="right", no_wrap=True)
         for row in self._rows:
-            values = [" ".join(format_value(key, row[key])).strip() for key, _ in _SHOWN]
+            values = [" ".join(format_value(key, row[key])).removesuffix(heading).strip() for key, heading in _SHOWN]
             style = None if row["status"] == "ok" else "red"
             own = " ".join(override for override in row["overrides"] if override not in common)
             table.add_row(str(row["job"]), own, row["status"], str(row["steps"]), *values, style=style)
