@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -14,10 +14,8 @@ from ringkv.harness.plots import frames_png, strip_png
 from ringkv.harness.records import PLOT_FILE, STRIP_FILE, SUMMARY_FILE, VIDEO_FILE
 from ringkv.harness.tables import format_value, print_summary
 from ringkv.harness.video import SessionFrames, compose_grid, write_mp4
+from scripts.app.rollout import Rollout
 from scripts.app.schema import RolloutConfig
-
-if TYPE_CHECKING:
-    from scripts.app.rollout import Rollout
 
 MAX_SESSIONS_SHOWN = 9
 _STRIP_COLUMNS = 10

@@ -34,6 +34,7 @@ from ringkv.harness.records import (
     error_line,
     read_frames,
     read_summary,
+    replace_text,
     to_plain,
 )
 from scripts.app.check import effective
@@ -162,7 +163,8 @@ def _run_child(config: RolloutConfig, path: Path, *, name: str) -> dict[str, Any
     if error is None and (end.exit_code != 0 or summary.get("status") != "ok"):
         error = f"the process ended with {_exit_text(end.exit_code)}; see {LOG_FILE}"
     if error is not None and summary.get("status") != "failed":
-        _replace_summary(path, {"status": "failed", "error": error, "traceback": None})
+        summary_text = dumps_strict({"status": "failed", "error": error, "traceback": None}, indent=2)
+        replace_text(path / SUMMARY_FILE, summary_text + "\n")
     return {
         "status": "ok" if error is None else "failed",
         "error": error,
@@ -187,12 +189,6 @@ def _summary_of(path: Path) -> dict[str, Any]:
         return read_summary(path)
     except (OSError, ValueError):
         return {}
-
-
-def _replace_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    temporary = path / f".{SUMMARY_FILE}.{os.getpid()}.tmp"
-    temporary.write_text(dumps_strict(summary, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path / SUMMARY_FILE)
 
 
 def _end(child: subprocess.Popen[bytes], grace_s: float) -> None:

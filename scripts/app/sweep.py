@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ringkv.harness.records import dumps_strict
+from ringkv.harness.records import dumps_strict, replace_text
 from ringkv.harness.tables import format_value
 
 SWEEP_FILE = "sweep.json"
@@ -66,10 +65,8 @@ class SweepReport(Callback):
 
     def _write(self, sweep_dir: Path, *, finished: bool) -> Path:
         path = sweep_dir / SWEEP_FILE
-        temporary = sweep_dir / f".{SWEEP_FILE}.{os.getpid()}.tmp"
         content = {"finished": finished, "counts": self._counts(), "rows": self._rows}
-        temporary.write_text(dumps_strict(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        replace_text(path, dumps_strict(content, indent=2) + "\n")
         return path
 
     def _table(self) -> Table:
