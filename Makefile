@@ -25,7 +25,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,peers]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,peers,report,probes,joblib]'
 	touch $(STAMP)
 
 clean:
