@@ -32,11 +32,14 @@ MAX_SEED = 2**63 - 1
 GIB = 1024.0**3
 
 
-def effective(config: RolloutConfig, *, budget_bytes: float = math.inf) -> RolloutConfig:
+def effective(
+    config: RolloutConfig, *, budget_bytes: float = math.inf, on_this_machine: bool = True
+) -> RolloutConfig:
     """A copy of ``config`` that says what it means: nulls replaced by the values they stand for, paths made absolute.
 
-    budget_bytes: of KV, at which the run will be ended, so that it need not fit beyond them. ``BadInput`` for the first
-    value that cannot work. ``config`` is not changed.
+    budget_bytes: of KV, at which the run will be ended, so that it need not fit beyond them. on_this_machine: False for
+    a job that is only calculated, and need neither fit into this machine nor find its device here. ``BadInput`` for the
+    first value that cannot work. ``config`` is not changed.
     """
     config = copy.deepcopy(config)
     _check_choices(config)
@@ -59,8 +62,9 @@ def effective(config: RolloutConfig, *, budget_bytes: float = math.inf) -> Rollo
             check_geometry(config.checkpoint, model)
         except (OSError, ValueError) as error:
             raise BadInput(f"{error}; expected auto, null or a checkpoint that fits") from error
-    _check_memory(config, model, budget_bytes)
-    _check_device(config.device)
+    if on_this_machine:
+        _check_memory(config, model, budget_bytes)
+        _check_device(config.device)
     return config
 
 

@@ -8,14 +8,13 @@ import math
 from dataclasses import dataclass
 
 import psutil
-from omegaconf import OmegaConf
 
 from scripts.app.check import GIB, effective, weight_bytes
-from scripts.app.compose import CONF_DIR
+from scripts.app.choices import bracketed, kv_choices
 from scripts.app.errors import BadInput
 from scripts.app.geometry import model_config
-from scripts.app.schema import CompareConfig, JobKnobs, KVKnobs, RolloutConfig
-from scripts.app.strategies import POOL_KNOBS, STRATEGIES, kv_bytes, working_bytes
+from scripts.app.schema import CompareConfig, JobKnobs, RolloutConfig
+from scripts.app.strategies import kv_bytes, working_bytes
 
 REFERENCE = "ring"
 MIB = 1024.0**2
@@ -37,34 +36,16 @@ class Comparison:
 def checked(config: CompareConfig) -> Comparison:
     """The comparison that ``config`` means. ``BadInput`` for the first value that cannot work; changes nothing."""
     config = copy.deepcopy(config)
-    kinds = {path.stem: OmegaConf.load(path) for path in sorted((CONF_DIR / "kv").glob("*.yaml"))}
-    names = config.strategies
-    for name in names:
-        if name not in kinds:
-            raise BadInput(f"strategies={_list(names)}: {name} is none; expected some of {', '.join(kinds)}")
-        if names.count(name) > 1:
-            raise BadInput(f"strategies={_list(names)}: {name} stands there twice; expected each once")
-    if REFERENCE not in names:
-        raise BadInput(
-            f"strategies={_list(names)}: expected {REFERENCE} among them, which the others are compared with"
-        )
+    knobs = kv_choices(config.strategies, config.kv, reference=REFERENCE)
     if config.block_frames < 1:
         raise BadInput(f"block_frames={config.block_frames}: expected an integer >= 1")
     if config.equality_frames is not None and config.equality_frames < 0:
         raise BadInput(f"equality_frames={config.equality_frames}: expected an integer >= 0")
     if config.budget_mib is not None and not (math.isfinite(config.budget_mib) and config.budget_mib > 0):
         raise BadInput(f"budget_mib={config.budget_mib}: expected a number > 0")
-    knobs = {name: KVKnobs(**{str(key): value for key, value in kinds[name].items()}) for name in names}
-    for knob in POOL_KNOBS:
-        value = getattr(config.kv, knob)
-        having = [name for name in names if knob in STRATEGIES[knobs[name].strategy].knobs]
-        if value is not None and not having:
-            raise BadInput(f"kv.{knob}={value}: none of strategies={_list(names)} has such a knob")
-        for name in having if value is not None else ():
-            setattr(knobs[name], knob, value)
     shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(JobKnobs)}
     budget = Comparison(config, {}).budget_bytes
-    rollouts = {name: effective(RolloutConfig(kv=knobs[name], **shared), budget_bytes=budget) for name in names}
+    rollouts = {name: effective(RolloutConfig(kv=kv, **shared), budget_bytes=budget) for name, kv in knobs.items()}
     for key in shared:
         setattr(config, key, getattr(rollouts[REFERENCE], key))
     assert config.num_frames is not None
@@ -87,11 +68,7 @@ def _check_memory(comparison: Comparison) -> None:
     weights, available = weight_bytes(comparison.config, model), psutil.virtual_memory().total
     if kv + weights > available:
         raise BadInput(
-            f"strategies={_list(comparison.config.strategies)}: {kv / GIB:.1f} GiB of KV together and "
+            f"strategies={bracketed(comparison.config.strategies)}: {kv / GIB:.1f} GiB of KV together and "
             f"{weights / GIB:.1f} GiB of weights; expected at most the {available / GIB:.1f} GiB of this machine: name "
             "fewer, or set budget_mib"
         )
-
-
-def _list(names: list[str]) -> str:
-    return f"[{','.join(names)}]"

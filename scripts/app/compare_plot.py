@@ -10,28 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringkv.harness.plots import new_figure, save_png
+from scripts.app.styles import COLORS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _MIB = 1024.0**2
-_COLORS = {
-    "ring": "#d62728",
-    "ring_uncompacted": "#e58606",
-    "paged_windowed": "#2a9d55",
-    "shift": "#8f63c9",
-    "cat": "#b0703c",
-    "full_windowed": "#c95fa8",
-    "full": "#3d7fd6",
-    "full_static": "#1d9fb5",
-    "paged": "#7d8a1e",
-    "hf_sliding": "#777777",
-    "recompute_all": "#5f8a8b",
-    "recompute_window": "#a2565f",
-}
-"""Of middling lightness, to be read on white and on black."""
-
 _INK = "#010203"
 """Drawn in this, text and axes of the SVG are then given the page's own colour."""
 
@@ -62,7 +47,7 @@ def _draw(rows: Sequence[Mapping[str, Any]], title: str, block_frames: int, ink:
         if not curves["frame"]:
             continue
         front = 3 if name == "ring" else 2
-        style: dict[str, Any] = {"color": _COLORS[name], "zorder": front, "linewidth": 2.4 if name == "ring" else 1.5}
+        style: dict[str, Any] = {"color": COLORS[name], "zorder": front, "linewidth": 2.4 if name == "ring" else 1.5}
         frames, ms = _generated(curves)
         if len(frames):
             time_axis.plot(frames, ms, color=style["color"], linewidth=0.5, alpha=0.25, zorder=1)

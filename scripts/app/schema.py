@@ -156,7 +156,29 @@ class CompareConfig(JobKnobs):
     ledger: bool = True
 
 
-SCHEMAS: dict[str, type[JobKnobs]] = {"rollout": RolloutConfig, "compare": CompareConfig}
+@dataclass
+class PlanConfig(JobKnobs):
+    """Knobs of scripts/plan.py, which calculates and runs nothing.
+
+    num_frames: length of the rollout that is planned for. strategies: files of conf/kv, ring among them. kv: for those
+    that have such knobs. budget_gib: memory of the device. workspace_share: of it, left to activations and the
+    allocator. device_tflops: its peak at this dtype, 10**12 per second. utilisation: of the peak that a model reaches.
+    memory_gb_s, link_gb_s, disk_gb_s: 10**9 bytes per second of the device's memory, of its link to the host, and of
+    the disk.
+    """
+
+    strategies: list[str] = field(default_factory=list)
+    kv: PoolKnobs = field(default_factory=PoolKnobs)
+    budget_gib: float = 80.0
+    workspace_share: float = 0.1
+    device_tflops: float = 989.0
+    utilisation: float = 0.4
+    memory_gb_s: float = 3350.0
+    link_gb_s: float = 55.0
+    disk_gb_s: float = 5.0
+
+
+SCHEMAS: dict[str, type[JobKnobs]] = {"rollout": RolloutConfig, "compare": CompareConfig, "plan": PlanConfig}
 """The config of each job, by the name of its file in conf/."""
 
 
