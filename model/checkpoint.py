@@ -74,7 +74,7 @@ def save_checkpoint(path: str | Path, model: FrameTransformer, **extra: Any) -> 
     """Write weights, config and ``extra`` (JSON-ready, such as a data hash) atomically: the old file or the new one."""
     from safetensors.torch import save_file
 
-    from ringkv.statefile import replaced_atomically
+    from ringkv.files import replaced_atomically
 
     config = model.config
     metadata = {

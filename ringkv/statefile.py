@@ -7,11 +7,8 @@ here; whether it fits is for ``load_state`` to decide.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ringkv.files import replaced_atomically
 from ringkv.resource import State
 
 _PLAIN_FIELDS = ("version", "clock", "geometry", "dtype")
-
-
-@contextlib.contextmanager
-def replaced_atomically(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path`` to write to; on success it becomes ``path``, on failure it is gone.
-
-    A reader, or a crash at any moment, sees the old file or the new one: the bytes are on disk before the rename is,
-    and the rename before this returns.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def write_state(path: str | Path, state: State, extra: Mapping[str, Any] | None = None) -> None:

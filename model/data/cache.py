@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import uuid
 import zipfile
 import zlib
 from importlib.metadata import version
@@ -19,6 +18,7 @@ import numpy as np
 
 from model.data import atari
 from model.data.clip import Clip, content_hash
+from ringkv.files import replaced_atomically
 
 _log = logging.getLogger(__name__)
 
@@ -73,12 +73,5 @@ def _write_atomically(path: Path, clip: Clip) -> None:
         "source": clip.source,
         "content_hash": clip.content_hash,
     }
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            np.savez_compressed(file, frames=clip.frames, actions=clip.actions, about=np.array(json.dumps(about)))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replaced_atomically(path) as temporary, open(temporary, "wb") as file:
+        np.savez_compressed(file, frames=clip.frames, actions=clip.actions, about=np.array(json.dumps(about)))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ringkv.files import replaced_atomically
 from ringkv.harness.video import CONTEXT_COLOR, GENERATED_COLOR, Pixels, to_rgb
 
 if TYPE_CHECKING:
@@ -109,13 +109,8 @@ def save_png(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write ``figure`` atomically: the old file or the new one, never a part."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replaced_atomically(path) as temporary:
         FigureCanvasAgg(figure).print_figure(str(temporary), format="png")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _column(rows: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:

@@ -9,7 +9,6 @@ JSON has no NaN and no infinity: a number that is not finite is written as null.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import json
@@ -23,6 +22,8 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+
+from ringkv.files import replaced_atomically
 
 CONFIG_FILE = "config.json"
 FRAMES_FILE = "frames.jsonl"
@@ -94,17 +95,8 @@ def dumps_strict(value: Any, *, indent: int | None = None) -> str:
 
 def replace_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` atomically: the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-        raise
+    with replaced_atomically(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 class RunDir:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from ringkv.files import replaced_atomically
+
 if TYPE_CHECKING:
     from PIL import ImageFont
 
@@ -59,28 +61,23 @@ def write_mp4(path: str | os.PathLike[str], frames: Iterable[Pixels], fps: float
     if not 0 < fps < math.inf:
         raise ValueError(f"video fps={fps!r}: expected a finite number > 0")
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     count, shape = 0, None
-    try:
-        with av.open(str(temporary), "w", format="mp4") as container:
-            stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
-            stream.pix_fmt = "yuv420p"
-            stream.options = {"preset": "veryfast", "crf": "18"}
-            for frame in frames:
-                if shape is None:
-                    shape = frame.shape
-                    stream.height, stream.width = (size + size % 2 for size in shape[:2])
-                if frame.shape != shape or frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:
-                    raise ValueError(f"video frame {count}: {frame.dtype} {frame.shape}, expected uint8 [H, W, 3]")
-                even = np.pad(frame, ((0, shape[0] % 2), (0, shape[1] % 2), (0, 0)), mode="edge")
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
-                count += 1
-            if count == 0:
-                raise ValueError(f"video {path.name}: no frames; expected at least one")
-            container.mux(stream.encode())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replaced_atomically(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
+        stream.pix_fmt = "yuv420p"
+        stream.options = {"preset": "veryfast", "crf": "18"}
+        for frame in frames:
+            if shape is None:
+                shape = frame.shape
+                stream.height, stream.width = (size + size % 2 for size in shape[:2])
+            if frame.shape != shape or frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:
+                raise ValueError(f"video frame {count}: {frame.dtype} {frame.shape}, expected uint8 [H, W, 3]")
+            even = np.pad(frame, ((0, shape[0] % 2), (0, shape[1] % 2), (0, 0)), mode="edge")
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
+            count += 1
+        if count == 0:
+            raise ValueError(f"video {path.name}: no frames; expected at least one")
+        container.mux(stream.encode())
     return count
 
 
