@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, lru_cache
@@ -100,6 +100,44 @@ def compose_grid(sessions: Sequence[SessionFrames], *, scale: int = 6) -> Iterat
         raise ValueError(f"video grid: frames of sizes {sorted(sizes)}; expected one size for all sessions")
     scale = max(scale, -(-_MIN_PANEL_WIDTH // next(iter(sizes))[1]))
     return _grid_frames(sessions, scale)
+
+
+def side_by_side(panels: Mapping[str, Pixels], given_frames: int, *, scale: int = 3) -> Iterator[Pixels]:
+    """Yield frames uint8 [H', W', 3]: the panels, each uint8 [N, H, W, C], in a row under their names.
+
+    A panel's border and label have the colour of a given frame below ``given_frames`` and of a generated one above.
+    ``ValueError`` for no panels, panels of unlike shapes, or a ``scale`` below 1.
+    """
+    shapes = {frames.shape for frames in panels.values()}
+    if len(shapes) != 1 or scale < 1:
+        raise ValueError(f"panels of shapes {sorted(shapes)} at scale {scale}: expected one shape, and a scale >= 1")
+    for index in range(next(iter(shapes))[0]):
+        color = CONTEXT_COLOR if index < given_frames else GENERATED_COLOR
+        row = [_panel(frames, index, scale, f"{name}  {index}", color) for name, frames in panels.items()]
+        yield _padded(np.concatenate(row, axis=1), _GAP // 2, _BACKGROUND)
+
+
+def write_gif(path: str | os.PathLike[str], frames: Iterable[Pixels], fps: float) -> int:
+    """Write frames, each uint8 [H, W, 3] of one size, as a GIF that repeats; the file appears when it is complete.
+
+    Colours are rounded to one palette of 256 for all frames, and times to hundredths of a second, as the format has
+    them.
+    Returns the number of frames. ``ValueError`` for no frames at all.
+    """
+    from PIL import Image
+
+    pixels = list(frames)
+    if not pixels:
+        raise ValueError(f"gif {Path(path).name}: no frames; expected at least one")
+    # Maximum coverage keeps a small sprite's colour, which a median cut would give up for shades of the background; one
+    # palette, since a background whose shade changes with every frame flickers.
+    palette = Image.fromarray(np.concatenate(pixels)).quantize(256, Image.Quantize.MAXCOVERAGE)
+    images = [Image.fromarray(frame).quantize(palette=palette, dither=Image.Dither.NONE) for frame in pixels]
+    with replaced_atomically(path) as temporary:
+        images[0].save(
+            temporary, "GIF", save_all=True, append_images=images[1:], duration=round(100 / fps) * 10, loop=0
+        )
+    return len(images)
 
 
 def to_rgb(frames: Pixels) -> Pixels:

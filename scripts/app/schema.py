@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
+
+from model.training.recipe import Recipe
 
 # Annotations are evaluated by OmegaConf, at run time: everything they name must be importable here.
 
@@ -71,7 +74,7 @@ class DataKnobs:
 class TrackingKnobs:
     """conf/tracking: the copy of a run's record in Weights & Biases.
 
-    mode: offline, online or disabled. group: null for none, in a sweep its folder's name.
+    mode: offline, online or disabled. group: null for the name of the run's folder, in a sweep of the sweep's.
     """
 
     mode: str = MISSING
@@ -81,10 +84,17 @@ class TrackingKnobs:
 
 @dataclass
 class SweepKnobs:
-    """What each point of a sweep may use. memory_gib: resident memory of its processes; null: 80 % of the machine's."""
+    """A sweep, and what each of its points may use.
+
+    timeout_s: of its process. memory_gib: resident memory of its processes; null: 80 % of the machine's. resume: folder
+    of a sweep that is to be finished: points that are done there, with this config and this source, are kept. dry_run:
+    list the points with their memory and arithmetic, and run none.
+    """
 
     timeout_s: float = 3600.0
     memory_gib: float | None = None
+    resume: str | None = None
+    dry_run: bool = False
 
 
 @dataclass
@@ -129,11 +139,27 @@ class JobKnobs:
 
 
 @dataclass
+class RunKnobs:
+    """resume: folder of an unfinished run, to go on there where it stopped. Its config.json then has the knobs."""
+
+    resume: str | None = None
+
+
+@dataclass
 class RolloutConfig(JobKnobs):
-    """Knobs of scripts/rollout.py. profile: write a Chrome trace."""
+    """Knobs of scripts/rollout.py.
+
+    snapshot_every: frames from one snapshot to the next, from which the run can be resumed; 0: none.
+    profile: write a Chrome trace. repeats: how often each point of a sweep is run, above 1 a sweep by itself; a repeat
+    is a point of its own, with its number added to the seed. repeat: that number, from 0; of a single run a mere label.
+    """
 
     kv: KVKnobs = field(default_factory=KVKnobs)
+    snapshot_every: int = 16
+    rollout: RunKnobs = field(default_factory=RunKnobs)
     profile: bool = False
+    repeats: int = 1
+    repeat: int = 0
     sweep: SweepKnobs = field(default_factory=SweepKnobs)
 
 
@@ -178,7 +204,152 @@ class PlanConfig(JobKnobs):
     disk_gb_s: float = 5.0
 
 
-SCHEMAS: dict[str, type[JobKnobs]] = {"rollout": RolloutConfig, "compare": CompareConfig, "plan": PlanConfig}
+@dataclass
+class TrainConfig(Recipe):
+    """Knobs of scripts/train.py, besides those of the recipe (``model.training.recipe``).
+
+    recipe: name under which the weights are kept. model, data, global_period, tokens_per_frame, sigmas: as in a
+    rollout. clips: recordings to train on; of data=loops, loops of each length. clip_frames: frames of a recording.
+    resume: folder of a run of the same recipe, to go on where its last state was saved. stop: steps to stop after for
+    now, of ``steps``; null: all. out: file that gets the weights, besides ``checkpoint.safetensors`` in the run's
+    folder; null: none. save_every, evaluate_every: steps between states and between rollouts on held-out data; 0: only
+    at the end. threads: of torch; null: all usable cores.
+    """
+
+    recipe: str = MISSING
+    model: ModelKnobs = field(default_factory=ModelKnobs)
+    data: DataKnobs = field(default_factory=DataKnobs)
+    global_period: int | None = None
+    tokens_per_frame: int | None = None
+    sigmas: list[float] | None = None
+    clips: int = 6
+    clip_frames: int = 1900
+    resume: str | None = None
+    stop: int | None = None
+    out: str | None = None
+    save_every: int = 250
+    evaluate_every: int = 500
+    threads: int | None = None
+    tracking: TrackingKnobs = field(default_factory=TrackingKnobs)
+
+
+@dataclass
+class ProbeKnobs:
+    """conf/probe: what is asked of a model and the way it keeps its past; null where a probe has no such knob.
+
+    name: recall, return, fidelity or drift. clips: held-out loops, circuits or recordings at every point.
+    loop_frames: lengths of loops. rings, dilations: values of ring_frames and dilation to try. max_gap: longest return
+    of the oracle reader, frames. gaps: returns that the trained model is asked for, even numbers of frames. samples:
+    rollouts of each of the first ``sampled_clips`` clips, whose mean is judged too. replays: perturbed ones. segment_frames: of a drift table's row.
+    candidate_kv, candidate_attention, candidate_kv_dtype: what the candidate of a drift differs in: a file of conf/kv,
+    a value of attention, one of kv_dtype; null: as the reference.
+    """
+
+    name: str = MISSING
+    clips: int | None = None
+    loop_frames: list[int] | None = None
+    rings: list[int] | None = None
+    dilations: list[int] | None = None
+    max_gap: int | None = None
+    gaps: list[int] | None = None
+    samples: int | None = None
+    sampled_clips: int | None = None
+    replays: int | None = None
+    segment_frames: int | None = None
+    candidate_kv: str | None = None
+    candidate_attention: str | None = None
+    candidate_kv_dtype: str | None = None
+
+
+@dataclass
+class ProbeConfig(JobKnobs):
+    """Knobs of scripts/probe.py. num_sessions: rollouts in a batch. The pools of kv=... are sized by the probe."""
+
+    kv: KVKnobs = field(default_factory=KVKnobs)
+    probe: ProbeKnobs = field(default_factory=ProbeKnobs)
+
+
+@dataclass
+class ServeConfig(JobKnobs):
+    """Knobs of scripts/serve_sim.py, which simulates time and runs no model.
+
+    num_frames: of a request, on average. policies: of policies.POLICIES. pool_sizes: sessions. arrivals_per_min: requests
+    per minute. minutes: for how long they come. burst_s, pause_s: for how long a visitor wants frames and then none, on
+    average, seconds; pause_s=0: no pauses. deadline_s: after which a request ends wherever it is; null: none.
+    quantum_frames: of lru_park. device_tflops, utilisation, link_gb_s: as in a plan.
+    """
+
+    kv: KVKnobs = field(default_factory=KVKnobs)
+    policies: list[str] = field(default_factory=list)
+    pool_sizes: list[int] = field(default_factory=list)
+    arrivals_per_min: list[float] = field(default_factory=list)
+    minutes: float = 3.0
+    burst_s: float = 4.0
+    pause_s: float = 4.0
+    deadline_s: float | None = None
+    quantum_frames: int = 16
+    device_tflops: float = PlanConfig.device_tflops
+    utilisation: float = PlanConfig.utilisation
+    link_gb_s: float = PlanConfig.link_gb_s
+
+
+@dataclass
+class ForksConfig(JobKnobs):
+    """Knobs of scripts/forks.py.
+
+    fork_frame: the first frame that the forks make differently; null: context_frames + 8. actions: what each fork does
+    from then on, by name. out: the GIF, besides the one in the run's folder; null: none.
+    """
+
+    kv: KVKnobs = field(default_factory=KVKnobs)
+    fork_frame: int | None = None
+    actions: list[str] = field(default_factory=list)
+    out: str | None = None
+
+
+@dataclass
+class GridKnobs:
+    """Points of the levels reads and peers of scripts/bench.py: tokens per frame, frames of a window, rows of a step.
+
+    threads: of torch; those above the machine's cores are left out.
+    """
+
+    tokens: list[int] = field(default_factory=lambda: [16, 64, 128, 256])
+    windows: list[int] = field(default_factory=lambda: [16, 64])
+    sessions: list[int] = field(default_factory=lambda: [1, 4])
+    dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])
+    threads: list[int] = field(default_factory=lambda: [1, 2])
+
+
+@dataclass
+class BenchConfig(JobKnobs):
+    """Knobs of scripts/bench.py. Those of the job are of the steps that the levels frame, rollout and steady take.
+
+    levels: some of reads, peers, frame, rollout, steady. grid: of reads and peers. strategies: files of conf/kv that
+    the level rollout runs, ring among them. kv: for those that have such knobs. rollout_sessions: rollouts side by side
+    there. budget_s: seconds that sampling may take; preparation, and the few samples that every point gets, come on
+    top. quick: a few points only, to see that everything runs; its figures say nothing.
+    """
+
+    levels: list[str] = field(default_factory=list)
+    grid: GridKnobs = field(default_factory=GridKnobs)
+    strategies: list[str] = field(default_factory=list)
+    kv: PoolKnobs = field(default_factory=PoolKnobs)
+    rollout_sessions: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
+    budget_s: float = 600.0
+    quick: bool = False
+
+
+SCHEMAS: dict[str, type[Any]] = {
+    "rollout": RolloutConfig,
+    "compare": CompareConfig,
+    "plan": PlanConfig,
+    "probe": ProbeConfig,
+    "forks": ForksConfig,
+    "serve_sim": ServeConfig,
+    "train": TrainConfig,
+    "bench": BenchConfig,
+}
 """The config of each job, by the name of its file in conf/."""
 
 
