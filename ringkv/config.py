@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from ringkv.resource import AttentionResource
@@ -65,6 +67,8 @@ class KVConfig:
     """
 
     resource_path: ClassVar[str] = ""
+    strategy: ClassVar[str] = ""
+    """What a state's geometry calls the way of keeping frames."""
 
     num_layers: int
     num_kv_heads: int
@@ -138,9 +142,19 @@ class WindowedKVConfig(KVConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RingKVConfig(WindowedKVConfig):
-    """A ring per layer: fixed slots, overwritten in place."""
+    """A ring per layer: fixed slots, overwritten in place.
+
+    undo_frames: how many frames a session can be taken back by ``rewind``; 0 keeps no log of what commits overwrite.
+    """
 
     resource_path: ClassVar[str] = "ringkv.ring.manager:RingKVManager"
+    strategy: ClassVar[str] = "ring"
+
+    undo_frames: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_int("RingKVConfig", "undo_frames", self.undo_frames, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +162,7 @@ class ShiftKVConfig(WindowedKVConfig):
     """The window kept in frame order by shifting it left through a copy. ``ring_frames`` of a layer is not used."""
 
     resource_path: ClassVar[str] = "ringkv.shift.manager:ShiftKVManager"
+    strategy: ClassVar[str] = "shift"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +170,7 @@ class CatKVConfig(WindowedKVConfig):
     """The window rebuilt by concatenation on every pass. ``ring_frames`` of a layer is not used."""
 
     resource_path: ClassVar[str] = "ringkv.shift.cat:CatKVManager"
+    strategy: ClassVar[str] = "cat"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +182,7 @@ class FullKVConfig(KVConfig):
     """
 
     resource_path: ClassVar[str] = "ringkv.full.manager:FullKVManager"
+    strategy: ClassVar[str] = "full"
 
     layers: tuple[RingKVLayerConfig, ...] | None = None
     max_frames: int | None = None
@@ -187,6 +204,7 @@ class PagedKVConfig(KVConfig):
     """
 
     resource_path: ClassVar[str] = "ringkv.paged.manager:PagedKVManager"
+    strategy: ClassVar[str] = "paged"
 
     page_tokens: int
     num_pages: int
@@ -208,6 +226,7 @@ class HFSlidingKVConfig(WindowedKVConfig):
     """
 
     resource_path: ClassVar[str] = "ringkv.peers.hf:HFSlidingKVManager"
+    strategy: ClassVar[str] = "hf_sliding"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -238,12 +257,15 @@ class EngineResourceInfo:
     """What the engine decides: where the cache lives, in which dtype, and how it is read.
 
     device: a torch device or its name. kv_dtype: floating dtype of K and V in storage. attention: one of
-    ``ATTENTION_CHOICES``; ``auto`` is the measured rule of ``ringkv.attention.rule``.
+    ``ATTENTION_CHOICES``; ``auto`` is the measured rule of ``ringkv.attention.rule``. parking_dir: folder for the
+    sessions that ``park`` takes off the device, a file each, made when the first one comes; None keeps them in host
+    memory.
     """
 
     device: torch.device | str
     kv_dtype: torch.dtype
     attention: str = "auto"
+    parking_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTION_CHOICES:

@@ -48,10 +48,14 @@ def visible_frames(layer: RingKVLayerConfig, frame_pos: int) -> list[int]:
 
     The stream is one that committed every frame from 0 to ``frame_pos - 1``.
     """
-    dilation, buckets = layer.pinned_dilation, layer.ring_buckets
-    kept_so_far = -(-frame_pos // dilation)
-    survivors = buckets - 1 if is_kept(layer, frame_pos) else buckets
-    return [dilation * j for j in range(max(0, kept_so_far - survivors), kept_so_far)]
+    dilation, kept_so_far = layer.pinned_dilation, -(-frame_pos // layer.pinned_dilation)
+    return [dilation * j for j in range(kept_so_far - num_visible(layer, frame_pos), kept_so_far)]
+
+
+def num_visible(layer: RingKVLayerConfig, frame_pos: int) -> int:
+    """How many they are, without naming them."""
+    survivors = layer.ring_buckets - 1 if is_kept(layer, frame_pos) else layer.ring_buckets
+    return min(-(-frame_pos // layer.pinned_dilation), survivors)
 
 
 def held_frames(layer: RingKVLayerConfig, clock: int | None) -> list[int]:
@@ -63,6 +67,22 @@ def held_frames(layer: RingKVLayerConfig, clock: int | None) -> list[int]:
         return []
     newest = clock // layer.pinned_dilation
     return [layer.pinned_dilation * j for j in range(max(0, newest - layer.ring_buckets + 1), newest + 1)]
+
+
+def overwritten_frames(layer: RingKVLayerConfig, clock: int | None, frames: int) -> list[int]:
+    """What the ring held ``frames`` frames before ``clock`` and holds no longer, ascending: what a rewind needs."""
+    if clock is None:
+        return []
+    oldest = held_frames(layer, clock)[0]
+    return [frame for frame in held_frames(layer, clock - frames if clock >= frames else None) if frame < oldest]
+
+
+def window_frames(layer: RingKVLayerConfig) -> int:
+    """Frames that a window in frame order takes at most: what a frame sees, and the frame itself.
+
+    A frame off the stride of a dilated layer sees all ``ring_buckets`` kept ones, any other one less.
+    """
+    return layer.ring_buckets + int(layer.pinned_dilation > 1)
 
 
 def session_start(session_idx: int, capacity: int) -> int:

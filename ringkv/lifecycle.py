@@ -1,8 +1,8 @@
-"""The part of the contract that does not depend on how frames are stored: registration, plans, commits, states.
+"""The part of the contract that does not depend on how frames are stored: registration, plans, passes, commits.
 
 A strategy derives from ``LifecycleResource`` and says only how a pass is written and read, what a session's layer looks
 like as a state, and how a session is emptied. Order of calls, voided plans, aborted commits and the checks before a
-change are here, once, and so the same for every strategy.
+change are here, once, and so the same for every strategy; what moves whole sessions is in ``movable``.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, SupportsInt
 
 import torch
 
-from ringkv import memory, statefile
 from ringkv.config import EngineResourceInfo, KVConfig, KVSpec
 from ringkv.horizon import frame_after
-from ringkv.resource import AttentionResource, State
+from ringkv.movable import MovableSessions
+from ringkv.parking import ParkingLot
 from ringkv.sessions import SessionTable
-from ringkv.state import STATE_VERSION, check_state
 from ringkv.step import AdmitOutcome, FrameStep, StepContext
 
 
@@ -52,11 +50,11 @@ class LayerStore(Protocol):
         """Number of committing passes so far."""
 
 
-class LifecycleResource(AttentionResource):
+class LifecycleResource(MovableSessions):
     """``AttentionResource`` without the storage.
 
     A strategy names the ``config_class`` it serves and its ``read_paths``; any other ``attention`` raises
-    ``ValueError``. ``_dirty`` holds the requests whose commit was aborted.
+    ``ValueError``.
     """
 
     config_class: ClassVar[type[KVConfig]]
@@ -73,17 +71,11 @@ class LifecycleResource(AttentionResource):
     ) -> None:
         if attention not in self.read_paths:
             raise ValueError(f"attention={attention!r}: {type(self).__name__} has {', '.join(self.read_paths)}")
-        memory.dtype_name(dtype)
-        self.config = config
-        self.name = name
-        self.device = torch.device(device)
-        self.dtype = dtype
+        super().__init__(config, name, device, dtype)
         self.attention = attention
-        self._table = SessionTable(config.num_sessions)
         self._padding_session = config.num_sessions if config.padding_session else None
         # A padded batch is at most the power of two above num_sessions; 64 leaves room in a small pool.
         self._max_rows = max(64, 2 * config.num_sessions) if config.padding_session else config.num_sessions
-        self._dirty: set[str] = set()
         self._plan: Plan | None = None
         self._no_plan_because = "nothing is planned: call plan first"
         self._commits_at_plan: list[int] = []
@@ -95,7 +87,9 @@ class LifecycleResource(AttentionResource):
             raise ValueError(
                 f"KVSpec.config is a {type(config).__name__}: {cls.__name__} needs a {cls.config_class.__name__}"
             )
-        return cls(config, spec.resource_key, info.device, info.kv_dtype, info.attention)
+        resource = cls(config, spec.resource_key, info.device, info.kv_dtype, info.attention)
+        resource._parking = ParkingLot(info.parking_dir)
+        return resource
 
     # -- what a strategy adds ----------------------------------------------------------------------------------
 
@@ -110,41 +104,30 @@ class LifecycleResource(AttentionResource):
         """Remove in place, in every layer, whatever an aborted commit at the request's next clock may have left."""
 
     @abstractmethod
-    def _erase(self, session: int) -> None:
-        """Empty one session in place."""
-
-    @abstractmethod
-    def _geometry(self) -> dict[str, Any]:
-        """What two resources must share for a state to move between them, as plain JSON-ready data."""
-
-    @abstractmethod
-    def _export(self, rid: str, session: int, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies ``(kv, written)`` of one layer of a session, without what an aborted commit left."""
-
-    @abstractmethod
-    def _check_layer(self, layer_idx: int, kv: torch.Tensor, written: torch.Tensor, clock: int | None) -> None:
-        """Raise ``ValueError`` with one line unless the pair fits this layer and does not contradict the clock."""
-
-    @abstractmethod
-    def _import(self, session: int, layers: list[tuple[torch.Tensor, torch.Tensor]], clock: int | None) -> None:
-        """Put checked layers, which are on this device, into an empty session."""
-
-    @abstractmethod
     def _check_storage(self) -> None:
         """The strategy's part of ``check_integrity``."""
 
     def _stage(self, plan: Plan) -> None:
         """Called when ``plan`` has been checked, before it takes effect."""
 
+    def _count_replay(self) -> None:
+        """Count a committing pass in every layer, where ``reads_in_graph``."""
+        raise NotImplementedError
+
     def _committed(self, session: int, frame: int) -> None:
         """Called for each real row when its frame is committed, before the clock moves."""
 
-    def _check_room(self, session: int | None, clock: int | None) -> None:
-        """Raise ``RuntimeError`` unless a state at ``clock`` has room, that of ``session`` (None: none) included."""
+    def _room_refusal(self, step: FrameStep) -> AdmitOutcome | None:
+        """Why a well-formed step has no room beyond sessions, None if it has. Reads only."""
+        return None
+
+    def _admitted(self, step: FrameStep) -> None:
+        """Called when a step has been admitted."""
 
     # -- a request's life --------------------------------------------------------------------------------------
 
     def ingest_request(self, rid: str, overrides: Mapping[str, Any] | None = None) -> None:
+        self._thread.check()
         if overrides:
             raise ValueError(f"request {rid!r} overrides {', '.join(sorted(overrides))}: a request has none to set")
         if not isinstance(rid, str):
@@ -152,9 +135,17 @@ class LifecycleResource(AttentionResource):
         self._table.register(rid)
 
     def admit(self, step: FrameStep, ctx: StepContext) -> AdmitOutcome:
-        return self._table.admit(step, ctx)
+        self._thread.check()
+        refusal = self._table.refusal(step, ctx) or self._room_refusal(step)
+        if refusal is not None:
+            return refusal
+        outcome = self._table.admit(step, ctx)
+        if outcome.ok:
+            self._admitted(step)
+        return outcome
 
     def plan(self, step: FrameStep, ctx: StepContext) -> Plan:
+        self._thread.check()
         refusal = self._table.refusal(step, ctx)
         if refusal is not None:
             raise RuntimeError(f"plan of a step that admit refuses: {refusal.reason}")
@@ -195,7 +186,7 @@ class LifecycleResource(AttentionResource):
         *,
         commit: bool,
     ) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not self.reads_in_graph:
             # Reads take exact slices, which the host picks anew at every clock: a compiled model breaks its graph here.
             # Not a decorator, because that would load the compiler in every process that never compiles.
             return torch.compiler.disable(self.attend)(q, k, v, layer_idx, frame_pos, commit=commit)
@@ -206,7 +197,18 @@ class LifecycleResource(AttentionResource):
         self._check_pass(k, v, layer_idx, frame_pos)
         return self._attend(q, k, v, layer_idx, frame_pos, commit)
 
+    def begin_replay(self, clocks: Sequence[int]) -> None:
+        self._thread.check()
+        if not self.reads_in_graph:
+            raise RuntimeError(f"attention={self.attention!r} on {self.device.type} is not one that a graph can hold")
+        self._thread.check()
+        plan = self._require_plan()
+        if tuple(clocks) != plan.clocks:
+            raise ValueError(f"replay at clocks {list(clocks)}: the plan has clocks {list(plan.clocks)}")
+        self._count_replay()
+
     def commit(self, step: FrameStep, ctx: StepContext) -> None:
+        self._thread.check()
         plan, frames = self._require_plan(), dict(step.frames)
         if ctx.row_ids != plan.request_ids or frames != plan.frames:
             raise RuntimeError(f"commit of {frames} for rows {list(ctx.row_ids)}: the pending plan is {plan}")
@@ -220,16 +222,16 @@ class LifecycleResource(AttentionResource):
         self._no_plan_because = "the planned step is committed: plan the next one"
 
     def reset_request(self, rid: str, free: bool = False) -> None:
+        self._thread.check()
         self._table.require_registered(rid)
-        session = self._table.session_of(rid)
-        if session is None:
-            return
-        self._void_plan_of(rid, "was reset")
-        self._erase(session)
-        self._dirty.discard(rid)
-        self._table.release(rid)
+        self._table.unmark_parked(rid)
+        self._parking.drop(rid)
+        if self._table.session_of(rid) is not None:
+            self._void_plan_of(rid, "was reset")
+            self._give_up(rid)
 
     def remove_request(self, rid: str) -> None:
+        self._thread.check()
         if self._table.is_registered(rid):
             self.reset_request(rid)
             self._table.unregister(rid)
@@ -252,44 +254,6 @@ class LifecycleResource(AttentionResource):
         """Tokens of one frame."""
         return self.config.tokens_per_frame
 
-    # -- state -------------------------------------------------------------------------------------------------
-
-    def get_state(self, rid: str) -> State:
-        session = self._table.require_session(rid)
-        return {
-            "version": STATE_VERSION,
-            "clock": self._table.clock_of(rid),
-            "geometry": self._geometry(),
-            "dtype": memory.dtype_name(self.dtype),
-            "layers": [self._export(rid, session, index) for index in range(self.config.num_layers)],
-        }
-
-    def load_state(self, rid: str, state: State) -> None:
-        self._table.require_registered(rid)
-        check_state(state, self._geometry(), memory.dtype_name(self.dtype), self.config.num_layers)
-        for index, (kv, written) in enumerate(state["layers"]):
-            self._check_layer(index, kv, written, state["clock"])
-        session = self._table.session_of(rid)
-        if session is None and not self._table.num_free:
-            raise RuntimeError(f"request {rid!r}: the pool is full, no session to load into; remove a request first")
-        self._check_room(session, state["clock"])
-        layers = [(kv.to(self.device), written.to(self.device)) for kv, written in state["layers"]]
-        if session is None:
-            session = self._table.claim(rid)
-        self._void_plan_of(rid, "was loaded")
-        self._erase(session)
-        self._dirty.discard(rid)
-        self._import(session, layers, state["clock"])
-        self._table.set_clock(rid, state["clock"])
-
-    def save(self, rid: str, path: str | Path) -> None:
-        statefile.write_state(path, self.get_state(rid))
-
-    def load(self, rid: str, path: str | Path) -> None:
-        self._table.require_registered(rid)
-        state, _ = statefile.read_state(path)
-        self.load_state(rid, state)
-
     # -- health ------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
@@ -299,17 +263,24 @@ class LifecycleResource(AttentionResource):
                 f"{len(sessions)} claims on {len(set(sessions))} sessions and {self._table.num_free} free: expected "
                 f"{self._table.num_sessions} in all"
             )
+        if set(self._table.parked) & self._table.holders.keys() or len(self._table.parked) != self.num_parked:
+            raise RuntimeError(
+                f"{self.num_parked} parked copies for {list(self._table.parked)}, sessions are held by "
+                f"{list(self._table.holders)}: a request has one or the other"
+            )
         self._check_storage()
 
     def build_accelerator_graph_buffers(self, slots: int, max_bs: int, max_seq_len: int) -> None:
         """No-op: every buffer that a replay touches was allocated by ``build``."""
 
     def post_warmup_validate(self) -> None:
-        if self._table.holders:
-            raise RuntimeError(f"warm-up left requests resident: {', '.join(sorted(self._table.holders))}")
+        left = sorted((*self._table.holders, *self._table.parked))
+        if left:
+            raise RuntimeError(f"warm-up left requests resident or parked: {', '.join(left)}")
         self.check_integrity()
 
     def cleanup(self) -> None:
+        self._thread.check()
         for rid in self._table.rids:
             self.remove_request(rid)
         self._drop_plan("the resource was cleaned up")
@@ -320,6 +291,8 @@ class LifecycleResource(AttentionResource):
 
     def _check_pass(self, k: torch.Tensor, v: torch.Tensor, layer_idx: int, frame_pos: torch.Tensor) -> None:
         """Raise unless a pass fits the pending plan."""
+        if not torch.compiler.is_compiling():
+            self._thread.check()
         plan, config = self._require_plan(), self.config
         rows = len(plan.request_ids)
         if not 0 <= layer_idx < config.num_layers:

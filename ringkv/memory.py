@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ringkv import horizon
+from ringkv import horizon, layout
 from ringkv.config import CatKVConfig, RingKVConfig, ShiftKVConfig
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def session_frames(layer: RingKVLayerConfig) -> int:
 
 
 def session_bytes(config: RingKVConfig, kv_dtype: torch.dtype | str) -> int:
-    """Bytes of one session over all layers."""
+    """Bytes of one session over all layers, its undo log apart."""
     return sum(session_frames(layer) for layer in config.layers) * frame_bytes(config, kv_dtype)
 
 
@@ -52,17 +52,42 @@ def allocated_sessions(config: KVConfig) -> int:
     return config.num_sessions + int(config.padding_session)
 
 
-def storage_bytes(config: RingKVConfig, kv_dtype: torch.dtype | str) -> int:
-    """Bytes of KV storage of the whole pool, padding included; what ``memory_bytes()`` measures."""
-    return allocated_sessions(config) * session_bytes(config, kv_dtype)
+def undo_entries(layer: RingKVLayerConfig, undo_frames: int) -> int:
+    """Frames that a layer's undo log has room for in each session.
 
-
-def window_frames(layer: RingKVLayerConfig) -> int:
-    """Frames that a window in frame order takes at most: what a frame sees, and the frame itself.
-
-    A frame off the stride of a dilated layer sees all ``ring_buckets`` kept ones, any other one less.
+    To go back ``undo_frames`` frames takes what they overwrote and what the frame being made is about to overwrite:
+    that many frames and one, of which the layer keeps every d-th.
     """
-    return layer.ring_buckets + int(layer.pinned_dilation > 1)
+    return -(-(undo_frames + 1) // layer.pinned_dilation) if undo_frames else 0
+
+
+def undo_bytes(config: RingKVConfig, kv_dtype: torch.dtype | str) -> int:
+    """Bytes of one session's undo log over all layers."""
+    entries = sum(undo_entries(layer, config.undo_frames) for layer in config.layers)
+    return entries * frame_bytes(config, kv_dtype)
+
+
+def storage_bytes(config: RingKVConfig, kv_dtype: torch.dtype | str) -> int:
+    """Bytes of KV storage of the whole pool, padding and undo logs included; what ``memory_bytes()`` measures.
+
+    The padding session has no undo log.
+    """
+    logs = config.num_sessions * undo_bytes(config, kv_dtype)
+    return allocated_sessions(config) * session_bytes(config, kv_dtype) + logs
+
+
+def parked_bytes(config: KVConfig, kv_dtype: torch.dtype | str, clock: int | None, undo_depth: int = 0) -> int:
+    """Bytes that a session parked at ``clock`` (None: nothing committed) takes off the device: K, V and flags.
+
+    undo_depth: frames that a ring's session could be taken back then, each layer's log being parked with it.
+    """
+    geometry = layout.geometry_of(config)
+    rooms = sum(layout.room(geometry, index, clock) for index in range(config.num_layers))
+    flags = rooms * config.tokens_per_frame
+    logged = 0
+    if isinstance(config, RingKVConfig):
+        logged = sum(len(horizon.overwritten_frames(layer, clock, undo_depth)) for layer in config.layers)
+    return (rooms + logged) * frame_bytes(config, kv_dtype) + flags + logged * 8  # a frame's number, int64
 
 
 def doubled_frames(frames: int) -> int:
@@ -75,15 +100,30 @@ def session_bytes_at(
 ) -> int:
     """Bytes that one session takes over all layers once its first ``frames`` frames are committed."""
     if isinstance(config, RingKVConfig):
-        held = [session_frames(layer) for layer in config.layers]
+        held = [session_frames(layer) + undo_entries(layer, config.undo_frames) for layer in config.layers]
     elif isinstance(config, ShiftKVConfig):
-        held = [window_frames(layer) for layer in config.layers]
+        held = [horizon.window_frames(layer) for layer in config.layers]
     elif isinstance(config, CatKVConfig):
         # The concatenation of the last kept frame, with the oldest frame of a full window still in it.
         held = [len(horizon.held_frames(layer, frames - 1 if frames else None)) for layer in config.layers]
     else:
         held = [config.max_frames or doubled_frames(frames)] * config.num_layers
     return sum(held) * frame_bytes(config, kv_dtype)
+
+
+def padding_bytes(
+    config: RingKVConfig | ShiftKVConfig | CatKVConfig | FullKVConfig, kv_dtype: torch.dtype | str
+) -> int:
+    """Bytes of the padding session over all layers, 0 without one.
+
+    Its rows are always at clock 0 and never become history, so it has no undo log, needs one frame of a buffer that
+    grows, and nothing where a pass leaves nothing behind.
+    """
+    if not config.padding_session or isinstance(config, CatKVConfig):
+        return 0
+    if isinstance(config, RingKVConfig):
+        return session_bytes(config, kv_dtype)
+    return session_bytes_at(config, kv_dtype, 1)
 
 
 def full_context_bytes(config: KVConfig, kv_dtype: torch.dtype | str, frames: int) -> int:

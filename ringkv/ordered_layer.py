@@ -6,7 +6,7 @@ Letters: H KV heads, T tokens per frame, D head dim. Sessions and clocks are hos
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,8 +65,8 @@ class OrderedLayer(ABC):
         """Empty a session."""
 
     @abstractmethod
-    def state_frames(self, clock: int | None) -> tuple[int, int]:
-        """How many committed frames a state has at ``clock``, and for how many frames (scratch too) it has room."""
+    def frames_at(self, clock: int) -> Sequence[int]:
+        """The frames whose K and V the frame at ``clock`` is handed by ``write``, in that order, its own among them."""
 
     @abstractmethod
     def history(self, session: int, frames: int) -> torch.Tensor:

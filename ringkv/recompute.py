@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ringkv.config import EngineResourceInfo, FullKVConfig, KVConfig, KVSpec, RingKVLayerConfig, WindowedKVConfig
+from ringkv.frame_runner import FrameModel, FrameRunner
 from ringkv.horizon import visible_frames
-from ringkv.runner import FrameModel, FrameRunner, Phase, RolloutRequest, RolloutState, Run
+from ringkv.rollout import Phase, RolloutRequest, Run
 from ringkv.step import FrameStep, StepContext
 
 if TYPE_CHECKING:
@@ -53,8 +54,7 @@ class RecomputeRunner(FrameRunner):
 
     def submit(self, request: RolloutRequest) -> None:
         """Queue a rollout from frame 0."""
-        self._require_new(request.rid)
-        self._queue.append((request, None))
+        self._enqueue(Run(request))
 
     def memory_bytes(self) -> int:
         """Bytes kept between frames: the committed frames of all requests."""
@@ -62,10 +62,10 @@ class RecomputeRunner(FrameRunner):
 
     # -- how the past is kept ----------------------------------------------------------------------------------
 
-    def _has_room(self) -> bool:
-        return len(self._runs) < self.config.num_sessions
+    def _free_seats(self) -> int:
+        return self.config.num_sessions - len(self._runs)
 
-    def _seat(self, run: Run, state: RolloutState | None) -> None:
+    def _seat(self, run: Run) -> None:
         self._kept[run.request.rid] = []
 
     def _release(self, rid: str) -> None:

@@ -16,6 +16,9 @@ overwritten the slot hidden at this clock. Until the frame is committed, a state
 unwritten and zero, and the next ``plan`` of the request zeroes it in place. Nothing else is lost, and the frame can be
 driven again at the same clock.
 
+A resource belongs to the thread that made the first changing call: any other thread that makes one is refused with
+``RuntimeError``, since a plan, the passes that follow it and their commit are one thing.
+
 Errors: ``ValueError`` for a value that the caller can correct (a wrong shape, an unknown request, a state that does not
 fit), ``RuntimeError`` for a call out of order or a plan that is no longer valid. Both are raised before anything
 changes. ``admit`` answers instead of raising.
@@ -24,6 +27,7 @@ changes. ``admit`` answers instead of raising.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict
 
@@ -38,18 +42,42 @@ if TYPE_CHECKING:
 State = dict[str, Any]
 """``{"version", "clock", "geometry", "dtype", "layers"}``; see ``AttentionResource.get_state``."""
 
+FEATURES = frozenset({"restore", "fork", "rewind", "park"})
+"""What can be done with a session beyond its life and its state; ``wake`` comes with ``park``."""
+
+
+class NoRoom(RuntimeError):
+    """The pool has no session, or no pages, for a state to go into. Nothing was changed; worth asking again."""
+
 
 class MemoryReport(TypedDict):
     """Bytes. ``resident`` is ``memory_bytes()``."""
 
     resident: int
-    """KV storage of all sessions, the padding session included."""
+    """KV storage of all sessions, the padding session and undo logs included."""
     in_use: int
     """The part of ``resident`` that holds committed frames and the scratch frames of claimed sessions."""
     padding: int
     """The part of ``resident`` that belongs to the padding session."""
+    undo: int
+    """The part of ``resident`` that undo logs take."""
     flags: int
     """Written flags, staged indices and other bookkeeping, not part of ``resident``."""
+    parked: int
+    """Parked sessions (K, V and flags) in host memory or on disk, not part of ``resident``."""
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """Frame numbers by layer, ascending, of a state that was put into another geometry.
+
+    kept: held before and now. dropped: held before, without a place now. missing: has a place now and was not held; a
+    hole that every read skips until the frame leaves the window.
+    """
+
+    kept: tuple[tuple[int, ...], ...]
+    dropped: tuple[tuple[int, ...], ...]
+    missing: tuple[tuple[int, ...], ...]
 
 
 class AttentionResource(ABC):
@@ -57,6 +85,9 @@ class AttentionResource(ABC):
 
     fixed_addresses: ClassVar[bool]
     """True when no buffer moves after build, so that a captured graph stays valid over reset, load and reuse."""
+
+    reads_in_graph: bool = False
+    """Whether ``attend`` makes no decision on the host, so that a graph captured at one clock serves every clock."""
 
     config: KVConfig
     name: str
@@ -80,9 +111,10 @@ class AttentionResource(ABC):
     def admit(self, step: FrameStep, ctx: StepContext) -> AdmitOutcome:
         """Claim a session for each request of the step that holds none; all or nothing.
 
-        Everything is checked before anything changes. Retryable: the pool is full. Never: unknown or duplicate rid,
-        a row without a clock, a wrong clock (a fresh session starts at 0, then exactly one frame after the last
-        committed one), a malformed step; these are told even while the pool is full. Never raises for a bad step.
+        Everything is checked before anything changes. Retryable: the pool is full, or a request is parked. Never:
+        unknown or duplicate rid, a row without a clock, a wrong clock (a fresh session starts at 0, then exactly one
+        frame after the last committed one), a malformed step; these are told even while the pool is full. Never raises
+        for a bad step.
         """
 
     @abstractmethod
@@ -152,7 +184,9 @@ class AttentionResource(ABC):
         """A copy of what ``rid``'s session needs to go on; ``ValueError`` when it holds none.
 
         ``clock`` is the last committed frame or None, ``geometry`` plain data, ``dtype`` its name, ``layers`` a list of
-        ``(kv [2, 1, H_kv, capacity, D], written bool [capacity])`` with scratch zero in kv and True in written.
+        ``(kv [2, 1, H_kv, capacity, D], written bool [capacity])`` with scratch zero in kv and True in written. A ring
+        with an undo log adds ``undo``, how many frames it can be taken back and what they overwrote:
+        ``{"depth", "layers": [(frames int64 [n], kv [2, 1, H_kv, n * T, D])]}``. A parked state is on the host.
         """
 
     @abstractmethod
@@ -160,9 +194,10 @@ class AttentionResource(ABC):
         """Put ``state`` into the session of ``rid``, claiming one if it holds none.
 
         Everything is checked first: an unregistered rid, another geometry, dtype or version, flags that mark a slot
-        which holds nothing at that clock raise ``ValueError``; a full pool raises ``RuntimeError``. ``state`` is not
-        changed and not kept. Where a strategy has slots, one that the clock says is held may be unmarked: reads skip
-        the hole until a frame fills it.
+        which holds nothing at that clock raise ``ValueError``; a full pool raises ``NoRoom``. ``state`` is not
+        changed and not kept. A frame that the clock says is held may be unmarked: reads skip the hole until the frame
+        leaves the window. A parked request raises ``ValueError``: wake or reset it first. Running out of memory on the
+        way leaves a session that was claimed for it free, and one that was held empty at frame 0.
         """
 
     @abstractmethod
@@ -171,7 +206,65 @@ class AttentionResource(ABC):
 
     @abstractmethod
     def load(self, rid: str, path: str | Path) -> None:
-        """``load_state`` from a file that ``save`` wrote. Never executes what is in it."""
+        """``load_state`` from a file that ``save`` wrote.
+
+        A file that is truncated, damaged (by a checksum over all of it), foreign or of a later version raises
+        ``ValueError`` with the reason. Nothing in it is executed.
+        """
+
+    # -- what can be done with a session -----------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def features(self) -> frozenset[str]:
+        """Those of ``FEATURES`` that this resource has. A call that needs another raises ``ValueError`` naming it."""
+
+    @abstractmethod
+    def restore(self, rid: str, state: State) -> RestoreReport:
+        """``load_state`` of a state of another geometry, frame by frame: other windows, or another strategy.
+
+        Per layer the session then holds exactly those frames that it would hold at that clock and that the state
+        holds; the rest are holes. The model must be the same: layers, KV heads, head dim, tokens per frame and dtype,
+        else ``ValueError``. Any undo log is left behind.
+        """
+
+    @abstractmethod
+    def fork(self, rid: str, new_rids: Sequence[str]) -> None:
+        """Give each of ``new_rids``, registered requests without a session, a copy of the session of ``rid``.
+
+        All or nothing. A copy is at the same clock, with the same undo log, and goes on bit for bit as the original
+        does, also where an aborted commit has cost it a slot. It is not admitted. ``ValueError`` for a request that is
+        unknown, parked, named twice or holds a session; ``NoRoom`` with the counts when the pool has too few.
+        """
+
+    @abstractmethod
+    def rewind(self, rid: str, frames: int) -> None:
+        """Take the session of ``rid`` back by ``frames >= 1`` committed frames, bit for bit.
+
+        What an aborted commit has cost it comes back too. ``ValueError`` beyond what the strategy still has: all of it
+        with full context; in a ring the last ``undo_frames`` frames that this session committed, which neither
+        ``load_state`` of a state without a log nor ``restore`` adds to.
+        """
+
+    @abstractmethod
+    def park(self, rid: str) -> None:
+        """Move the session of ``rid`` to host memory, or to a file in ``parking_dir``, and free it.
+
+        Until it is woken the request stays registered, keeps its clock and is refused by ``admit``. From a CUDA device
+        the copy goes to pinned memory beside whatever runs next. If it cannot be taken (no memory, no disk) the error
+        is raised and the session is where it was. ``reset_request`` and ``remove_request`` drop the copy.
+        """
+
+    @abstractmethod
+    def is_parked(self, rid: str) -> bool:
+        """Whether the session of ``rid`` is parked."""
+
+    @abstractmethod
+    def wake(self, rid: str) -> None:
+        """Bring a parked session back bit for bit, into any free session.
+
+        ``NoRoom`` when the pool is full. On that and on any other error the request stays parked.
+        """
 
     # -- size and health -------------------------------------------------------------------------------------
 
@@ -192,6 +285,15 @@ class AttentionResource(ABC):
     @abstractmethod
     def build_accelerator_graph_buffers(self, slots: int, max_bs: int, max_seq_len: int) -> None:
         """Allocate what a captured replay touches, if ``build`` has not."""
+
+    @abstractmethod
+    def begin_replay(self, clocks: Sequence[int]) -> None:
+        """Say that a captured step, its committing pass included, is about to be replayed for the pending plan.
+
+        A replay runs no host code: this makes ``attend``'s checks for it and counts its committing pass, so that an
+        abort is noticed. clocks: of all rows. ``RuntimeError`` without a valid plan or ``reads_in_graph``,
+        ``ValueError`` for other clocks than the plan's.
+        """
 
     @abstractmethod
     def post_warmup_validate(self) -> None:

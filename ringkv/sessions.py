@@ -27,6 +27,7 @@ class SessionTable:
     def __init__(self, num_sessions: int) -> None:
         self.num_sessions = num_sessions
         self._claims: dict[str, _Claim | None] = {}  # registered rid -> its claim, None without a session
+        self._parked: dict[str, int | None] = {}  # registered rid without a session -> the clock it was parked at
         self._free = list(range(num_sessions))  # a heap: the lowest free index is claimed first
 
     @property
@@ -41,6 +42,7 @@ class SessionTable:
     def unregister(self, rid: str) -> None:
         """Forget ``rid``, which must hold no session any more."""
         assert self._claims[rid] is None, f"request {rid!r} still holds a session"
+        assert rid not in self._parked, f"request {rid!r} is parked"
         del self._claims[rid]
 
     def is_registered(self, rid: str) -> bool:
@@ -76,9 +78,9 @@ class SessionTable:
         return session
 
     def clock_of(self, rid: str) -> int | None:
-        """Last committed frame of ``rid``, or None."""
+        """Last committed frame of ``rid``, parked or not, or None."""
         claim = self._claims.get(rid)
-        return None if claim is None else claim.clock
+        return self._parked.get(rid) if claim is None else claim.clock
 
     def admitted_frame(self, rid: str) -> int | None:
         """Frame that ``rid`` was admitted at and has not committed, or None."""
@@ -99,6 +101,24 @@ class SessionTable:
         self._claims[rid] = None
         heapq.heappush(self._free, claim.session)
 
+    def is_parked(self, rid: str) -> bool:
+        """Whether the session of ``rid`` was taken off the device."""
+        return rid in self._parked
+
+    def mark_parked(self, rid: str, clock: int | None) -> None:
+        """``rid``, which has just been released, is parked at last committed frame ``clock``."""
+        assert self._claims[rid] is None, f"request {rid!r} still holds a session"
+        self._parked[rid] = clock
+
+    def unmark_parked(self, rid: str) -> None:
+        """``rid`` is parked no longer, if it was."""
+        self._parked.pop(rid, None)
+
+    @property
+    def parked(self) -> tuple[str, ...]:
+        """Parked requests, the one parked longest first."""
+        return tuple(self._parked)
+
     def set_clock(self, rid: str, clock: int | None) -> None:
         """Put the clock of ``rid`` at last committed frame ``clock`` and void its admission."""
         claim = self._claims[rid]
@@ -110,6 +130,14 @@ class SessionTable:
         refusal = self.refusal(step, ctx)
         if refusal is not None:
             return refusal
+        asleep = next((rid for rid, _ in step.frames if rid in self._parked), None)
+        if asleep is not None:
+            return AdmitOutcome(
+                ok=False,
+                retryable=True,
+                reason=f"request {asleep!r} is parked: wake it before its next frame",
+                rid=asleep,
+            )
         newcomers = [rid for rid, _ in step.frames if self._claims[rid] is None]
         if len(newcomers) > self.num_free:
             return AdmitOutcome(

@@ -3,17 +3,15 @@
 The machine keeps a model of every request in plain Python: which contents it committed, frame by frame, whether it
 holds a session, what it was admitted at, and whether an aborted commit killed the slot hidden at its clock. From that
 model alone follow the bytes of every session, what every pass sees, what attention returns and which calls are
-refused. It counts what its programs went through: a run that never wrapped, padded, aborted mid-commit, loaded, reset
-or filled the pool proves nothing, and fails (in ``test_ring_machine.py``).
+refused. What a session can do beyond its life is in ``ring_machine_sessions.py``. Both count what their programs went
+through: a run in which something never happened proves nothing, and fails (in ``test_ring_machine.py``).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,50 +24,22 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from torch import Tensor
 
 from ringkv import FrameStep, RingKVLayerConfig, RingKVManager, StepContext
+from tests.ring_spec import Request, Spec, layer_geometry, slots_of, taken_slot
 from tests.ring_tools import (
     PAD_TAG,
     build_manager,
     bytes_of,
     clocks,
     dense_attention,
-    reference_history,
-    ring,
     same_bytes,
     step_of,
 )
 
 RIDS = ("r0", "r1", "r2", "r3")
-MUST_HAPPEN = ("wrapped", "padded", "aborted mid-commit", "loaded", "loaded from a file", "reset", "filled the pool")
 HAPPENED: Counter[str] = Counter()
 """Programs of the run in which each thing happened."""
-
-
-@st.composite
-def layer_geometry(draw: st.DrawFn) -> RingKVLayerConfig:
-    frames = draw(st.integers(1, 5))
-    return ring(draw(st.integers(1, frames)), draw(st.integers(1, 4)), frames)
-
-
-@dataclasses.dataclass
-class Request:
-    """What the specification knows of a registered request."""
-
-    holds: bool = False
-    contents: list[int] = dataclasses.field(default_factory=list)  # content of every committed frame
-    admitted: bool = False  # at the next frame
-    killed: bool = False  # the slot hidden at the next frame, by a commit that was not finished
-    content: int = 0  # what the next frames will hold
-
-    @property
-    def frame(self) -> int:
-        return len(self.contents)
-
-    @property
-    def clock(self) -> int | None:
-        return self.frame - 1 if self.contents else None
 
 
 @dataclasses.dataclass
@@ -77,20 +47,6 @@ class Pending:
     rids: list[str]
     pads: int
     committed_layers: set[int] = dataclasses.field(default_factory=set)
-
-
-def slots_of(layer: RingKVLayerConfig, frames: int) -> dict[int, int]:
-    """Slot -> frame once ``frames`` frames are committed."""
-    slots: dict[int, int] = {}
-    for count, frame in enumerate(range(0, frames, layer.pinned_dilation)):
-        slots[count % layer.ring_buckets] = frame
-    return slots
-
-
-def taken_slot(layer: RingKVLayerConfig, frame: int) -> int | None:
-    """Slot that ``frame`` will overwrite, if any."""
-    d = layer.pinned_dilation
-    return None if frame % d else (frame // d) % layer.ring_buckets
 
 
 class RingMachine(RuleBasedStateMachine):
@@ -101,9 +57,17 @@ class RingMachine(RuleBasedStateMachine):
         heads=st.integers(1, 2),
         group=st.integers(1, 2),
         padding=st.booleans(),
+        undo=st.integers(0, 4),
     )
     def build(
-        self, layers: list[RingKVLayerConfig], tokens: int, sessions: int, heads: int, group: int, padding: bool
+        self,
+        layers: list[RingKVLayerConfig],
+        tokens: int,
+        sessions: int,
+        heads: int,
+        group: int,
+        padding: bool,
+        undo: int,
     ) -> None:
         self.geometry: dict[str, Any] = {
             "layers": layers,
@@ -111,7 +75,9 @@ class RingMachine(RuleBasedStateMachine):
             "num_kv_heads": heads,
             "num_qo_heads": heads * group,
             "attention": "canonical",
+            "undo_frames": undo,
         }
+        self.spec, self.undo = Spec(layers, tokens, heads), undo
         self.layers, self.tokens, self.heads, self.queries = layers, tokens, heads, heads * group
         self.sessions, self.padding = sessions, padding
         self.manager = build_manager(num_sessions=sessions, padding_session=padding, **self.geometry)
@@ -127,34 +93,12 @@ class RingMachine(RuleBasedStateMachine):
     def free(self) -> int:
         return self.sessions - sum(request.holds for request in self.model.values())
 
-    def frame_of(self, frame: int, content: float) -> tuple[Tensor, Tensor]:
-        """K and V [H, T, 2] of one frame; every (content, frame, head, token) is a different vector."""
-        second = torch.arange(self.tokens) + 4.0 * torch.arange(self.heads)[:, None] + 16.0 * content
-        k = torch.stack([torch.full_like(second, frame + 1.0), second], dim=-1)
-        return k, k * torch.tensor([-1.0, 1.0])
-
-    def expected_state(self, request: Request) -> list[tuple[Tensor, Tensor]]:
-        """The layers of a state of ``request``."""
-        out = []
-        for layer in self.layers:
-            capacity = (layer.ring_frames + 1) * self.tokens
-            kv, written = torch.zeros(2, 1, self.heads, capacity, 2), torch.zeros(capacity, dtype=torch.bool)
-            written[-self.tokens :] = True
-            for slot, frame in slots_of(layer, request.frame).items():
-                if not (request.killed and slot == taken_slot(layer, request.frame)):
-                    span = slice(slot * self.tokens, (slot + 1) * self.tokens)
-                    kv[0, 0, :, span], kv[1, 0, :, span] = self.frame_of(frame, request.contents[frame])
-                    written[span] = True
-            out.append((kv, written))
-        return out
-
-    def expected_visible(self, request: Request, layer: RingKVLayerConfig, own: tuple[Tensor, Tensor]) -> Any:
-        """K and V [H, N, 2] that the next frame of ``request`` sees, itself included."""
-        history = reference_history(layer.ring_buckets, layer.pinned_dilation, request.frame)
-        frames = [self.frame_of(frame, request.contents[frame]) for frame in history] + [own]
-        return torch.cat([k for k, _ in frames], dim=1), torch.cat([v for _, v in frames], dim=1)
-
     # -- what a step does ------------------------------------------------------------------------------------
+
+    @property
+    def runnable(self) -> bool:
+        """Whether a request could make a frame."""
+        return any(r.holds or (self.free and not r.parked) for r in self.model.values())
 
     def rows(self, rids: Sequence[str]) -> list[tuple[str, int]]:
         return [(rid, self.model[rid].frame) for rid in rids]
@@ -178,7 +122,7 @@ class RingMachine(RuleBasedStateMachine):
     def run_pass(self, plan: Pending, layers: Sequence[int], *, commit: bool, noise: float | None, q_seed: int) -> None:
         """One pass in ``layers``: every row sees its visible frames and nothing else, and attends to just these."""
         requests = [self.model[rid] for rid in plan.rids]
-        own = [self.frame_of(r.frame, r.content if noise is None else noise) for r in requests]
+        own = [self.spec.frame_of(r.frame, r.content if noise is None else noise) for r in requests]
         pad = torch.full_like(own[0][0], PAD_TAG)
         k = torch.stack([k for k, _ in own] + [pad] * plan.pads)
         v = torch.stack([v for _, v in own] + [pad] * plan.pads)
@@ -197,7 +141,7 @@ class RingMachine(RuleBasedStateMachine):
                 assert where[-1] < (session + 1) * capacity
                 if row >= len(requests):
                     continue
-                want_k, want_v = self.expected_visible(requests[row], self.layers[index], own[row])
+                want_k, want_v = self.spec.visible(requests[row], index, own[row])
                 for all_tokens, want in ((k_all, want_k), (v_all, want_v)):
                     got = all_tokens[0, :, visible[row]]
                     for head in range(self.heads):
@@ -255,6 +199,7 @@ class RingMachine(RuleBasedStateMachine):
                 self.happened.add("wrapped")
             request.contents.append(request.content)
             request.admitted = request.killed = False
+            request.undo = min(request.undo + 1, self.undo)
         self.pending = None
 
     def moved(self, rid: str) -> None:
@@ -272,7 +217,9 @@ class RingMachine(RuleBasedStateMachine):
     def draw_runnable(self, data: st.DataObject) -> tuple[list[str], int]:
         """Rows that can be admitted, and padding."""
         held = [rid for rid, request in self.model.items() if request.holds]
-        newcomers = [rid for rid, request in self.model.items() if not request.holds][: self.free]
+        newcomers = [rid for rid, request in self.model.items() if not request.holds and not request.parked][
+            : self.free
+        ]
         rids = self.draw_rids(data, held + newcomers)
         return rids, data.draw(st.integers(0, 2)) if self.padding else 0
 
@@ -289,7 +236,9 @@ class RingMachine(RuleBasedStateMachine):
         rids = self.draw_rids(data, list(self.model))
         newcomers = [rid for rid in rids if not self.model[rid].holds]
         outcome = self.unchanged(lambda: self.manager.admit(*step_of(self.rows(rids))))
-        if len(newcomers) > self.free:
+        parked = any(self.model[rid].parked for rid in rids)
+        assert not parked or "parked" in outcome.reason  # type: ignore[attr-defined]
+        if parked or len(newcomers) > self.free:
             assert (outcome.ok, outcome.retryable) == (False, True)  # type: ignore[attr-defined]
             return
         assert outcome.ok  # type: ignore[attr-defined]
@@ -319,7 +268,7 @@ class RingMachine(RuleBasedStateMachine):
 
     # -- rules: one step in pieces ---------------------------------------------------------------------------
 
-    @precondition(lambda self: any(r.holds or self.free for r in self.model.values()))
+    @precondition(lambda self: self.runnable)
     @rule(data=st.data())
     def plan(self, data: st.DataObject) -> None:
         self.begin(*self.draw_runnable(data))
@@ -385,7 +334,7 @@ class RingMachine(RuleBasedStateMachine):
 
     # -- rules: whole frames, and everything else ------------------------------------------------------------
 
-    @precondition(lambda self: any(r.holds or self.free for r in self.model.values()))
+    @precondition(lambda self: self.runnable)
     @rule(data=st.data(), frames=st.integers(1, 8))
     def advance(self, data: st.DataObject, frames: int) -> None:
         rids, pads = self.draw_runnable(data)
@@ -411,41 +360,12 @@ class RingMachine(RuleBasedStateMachine):
     @rule(data=st.data(), times=st.integers(1, 2))
     def remove(self, data: st.DataObject, times: int) -> None:
         rid = data.draw(st.sampled_from(sorted(self.model)))
+        if self.pending is not None and rid in self.pending.rids:
+            self.happened.add("cancelled in the middle of a frame")
         for _ in range(times):
             self.manager.remove_request(rid)
         self.moved(rid)
         del self.model[rid]
-
-    @precondition(lambda self: any(r.holds for r in self.model.values()))
-    @rule(data=st.data(), by_file=st.booleans())
-    def move_a_state(self, data: st.DataObject, by_file: bool) -> None:
-        source = data.draw(st.sampled_from(sorted(rid for rid, r in self.model.items() if r.holds)))
-        target = data.draw(st.sampled_from(sorted(self.model)))
-        self.saw_abort(source)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "state.safetensors"
-            if by_file:
-                self.unchanged(lambda: self.manager.save(source, path))
-            state = self.manager.get_state(source)
-
-            def load() -> None:
-                if by_file:
-                    self.manager.load(target, path)
-                else:
-                    self.manager.load_state(target, state)
-
-            if not self.model[target].holds and not self.free:
-                self.raises(RuntimeError, load)
-                return
-            load()
-        self.moved(target)
-        self.happened |= {"loaded", "loaded from a file"} if by_file else {"loaded"}
-        self.claim(target)
-        request, origin = self.model[target], self.model[source]
-        if request is not origin:
-            self.lives += 1
-            request.content = self.lives  # from here on the two differ
-        request.contents, request.killed, request.admitted = list(origin.contents), origin.killed, False
 
     # -- what always holds -----------------------------------------------------------------------------------
 
@@ -463,11 +383,13 @@ class RingMachine(RuleBasedStateMachine):
         assert taken.keys() <= set(range(self.sessions))
         for session in range(self.sessions):
             request = self.model[taken[session]] if session in taken else Request()
-            if session in taken:
-                state = self.manager.get_state(taken[session])
-                assert state["clock"] == request.clock
-                assert same_bytes(state["layers"], self.expected_state(request))
             self.check_storage(session, request)
+        for rid, request in self.model.items():
+            assert manager.is_parked(rid) == request.parked
+            if request.holds or request.parked:
+                state = manager.get_state(rid)
+                assert state["clock"] == request.clock
+                assert same_bytes(state["layers"], self.spec.state_of(request))
         self.check_padding()
 
     def check_storage(self, session: int, request: Request) -> None:
@@ -475,7 +397,7 @@ class RingMachine(RuleBasedStateMachine):
         overwritten.
         """
         for config, layer, (kv, written) in zip(
-            self.layers, self.manager.layers, self.expected_state(request), strict=True
+            self.layers, self.manager.layers, self.spec.state_of(request), strict=True
         ):
             low, high = layer.session_span(session)
             certain = torch.ones(high - low, dtype=torch.bool)
@@ -498,31 +420,25 @@ class RingMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "manager"):
             for rid, request in self.model.items():
-                if request.holds:
+                if request.holds or request.parked:
                     self.check_against_a_solo_run(rid, request)
+            self.manager.cleanup()
             HAPPENED.update([*self.happened, "programs"])
 
     def check_against_a_solo_run(self, rid: str, request: Request) -> None:
-        """The session's ring bytes are those of a single-session manager that was only ever given its frames."""
+        """Its state is that of a single-session manager that was only ever given its frames, but for what is lost."""
         solo: RingKVManager = build_manager(num_sessions=1, **self.geometry)
-        solo.ingest_request("solo")
-        for frame, content in enumerate(request.contents):
-            step, ctx = step_of([("solo", frame)])
-            assert solo.admit(step, ctx).ok
-            solo.plan(step, ctx)
-            k, v = self.frame_of(frame, content)
-            for index in range(len(self.layers)):
-                solo.upsert(k[None], v[None], index, clocks(frame), commit=True, build_visibility=False)
-            solo.commit(step, ctx)
-        session = self.manager.session_of(rid)
-        assert session is not None
-        for config, shared, alone in zip(self.layers, self.manager.layers, solo.layers, strict=True):
-            low, high = shared.session_span(session)
-            same = torch.ones(high - low, dtype=torch.bool)
-            same[-self.tokens :] = False
-            slot = taken_slot(config, request.frame)
-            if request.killed and slot is not None:
-                same[slot * self.tokens : (slot + 1) * self.tokens] = False
-            if request.contents:
-                assert same_bytes(shared.kv[:, :, :, low:high][:, :, :, same], alone.kv[:, :, :, same])
-                assert torch.equal(shared.written[low:high][same], alone.written[same])
+        self.spec.play(solo, "solo", request.contents)
+        if not request.contents:
+            return
+        states = [manager.get_state(name)["layers"] for manager, name in ((self.manager, rid), (solo, "solo"))]
+        for index, (layer, (kv, written), (solo_kv, solo_written)) in enumerate(zip(self.layers, *states, strict=True)):
+            gone = torch.zeros_like(written)
+            for slot, frame in slots_of(layer, request.frame).items():
+                killed = request.killed and slot == taken_slot(layer, request.frame)
+                if killed or frame in request.lost.get(index, ()):
+                    gone[slot * self.tokens : (slot + 1) * self.tokens] = True
+            assert same_bytes(kv[:, :, :, ~gone], solo_kv[:, :, :, ~gone])
+            assert torch.equal(written[~gone], solo_written[~gone])
+            assert not kv[:, :, :, gone].any()
+            assert not written[gone].any()

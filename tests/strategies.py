@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,8 +92,13 @@ def build(
     padding: bool = False,
     attention: str = "auto",
     dtype: torch.dtype = torch.float32,
+    parking_dir: Path | None = None,
+    **more: Any,
 ) -> AttentionResource:
-    """A resource of strategy ``name``, built the way an engine builds it. What sees everything ignores the windows."""
+    """A resource of strategy ``name``, built the way an engine builds it. What sees everything ignores the windows.
+
+    more: fields that this strategy's config has beyond the common ones.
+    """
     common = {
         "num_layers": len(layers),
         "num_kv_heads": heads,
@@ -101,9 +107,11 @@ def build(
         "tokens_per_frame": tokens,
         "num_sessions": sessions,
         "padding_session": padding,
+        **more,
     }
     spec = KVSpec(resource_key="kv", config=STRATEGIES[name].config(layers, common))
-    return spec.resource_class.build(spec, EngineResourceInfo(device="cpu", kv_dtype=dtype, attention=attention))
+    info = EngineResourceInfo(device="cpu", kv_dtype=dtype, attention=attention, parking_dir=parking_dir)
+    return spec.resource_class.build(spec, info)
 
 
 def history(name: str, layer: RingKVLayerConfig, frame: int) -> list[int]:

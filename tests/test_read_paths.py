@@ -235,11 +235,6 @@ def test_large_scores_do_not_overflow_when_parts_are_joined(path: str) -> None:
         assert gap(out[path], out["canonical"]) <= 1e-4  # scores near 1e3 carry 1e-4 of rounding
 
 
-def test_flex_is_refused_by_name_when_built_without_it() -> None:
-    with pytest.raises(ValueError, match=r"attention='flex'.*canonical"):
-        build_manager([ring(3)], attention="flex")
-
-
 @pytest.mark.parametrize("paths", [("canonical", "canonical"), ("auto", "auto")], ids=["canonical", "auto"])
 def test_the_same_run_twice_is_bit_equal(paths: tuple[str, str]) -> None:
     runs = []

@@ -14,12 +14,13 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 from ringkv import RingKVManager
-from tests.ring_machine import HAPPENED, MUST_HAPPEN, RingMachine
+from tests.ring_machine import HAPPENED
+from tests.ring_machine_sessions import MUST_HAPPEN, SessionMachine
 
 
 def run_machine(max_examples: int, phases: Sequence[Phase]) -> None:
     run_state_machine_as_test(
-        RingMachine,
+        SessionMachine,
         settings=settings(
             max_examples=max_examples,
             stateful_step_count=40,
@@ -43,7 +44,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 def test_random_programs_do_what_the_specification_says() -> None:
     HAPPENED.clear()
-    run_machine(150, [Phase.generate, Phase.shrink])
+    run_machine(120, [Phase.generate, Phase.shrink])
     assert all(HAPPENED[name] for name in MUST_HAPPEN), dict(HAPPENED)
 
 
@@ -74,7 +75,7 @@ _upsert = RingKVManager.upsert
 def _see_one_slot_too_many(manager: RingKVManager, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     k, v, visible = _upsert(manager, *args, **kwargs)
     visible = visible.clone()
-    visible[..., 0] = True
+    visible[..., :1] = True
     return k, v, visible
 
 
@@ -93,6 +94,20 @@ def _keep_what_an_abort_wrote(manager: RingKVManager, rid: str) -> dict[str, Any
 _get_state = RingKVManager.get_state
 
 
+def _move_the_clock_alone(manager: RingKVManager, rid: str, frames: int) -> None:
+    session = manager.session_of(rid)
+    if session is None or not 0 < frames <= manager._rewindable(rid, session):
+        return _rewind(manager, rid, frames)
+    clock = manager._table.clock_of(rid)
+    assert clock is not None
+    manager._void_plan_of(rid, "was rewound")
+    manager._table.set_clock(rid, clock - frames if clock >= frames else None)
+    return None
+
+
+_rewind = RingKVManager.rewind
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("name", "fault"),
@@ -100,6 +115,7 @@ _get_state = RingKVManager.get_state
         ("reset_request", _forget_to_zero),
         ("upsert", _see_one_slot_too_many),
         ("get_state", _keep_what_an_abort_wrote),
+        ("rewind", _move_the_clock_alone),
     ],
 )
 def test_random_programs_find_a_planted_fault(

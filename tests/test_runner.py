@@ -1,116 +1,12 @@
-"""The step runner: queueing, phases, isolation of failures, snapshots. Its model is a toy whose frames tell history.
-
-The toy writes a frame as K and V and attends with q = 0, so a generated frame is the mean of what it may see plus its
-action: two rollouts agree only if cache, clock and action agree.
-"""
+"""The step runner: queueing, phases, isolation of failures, snapshots. Its model is a toy whose frames tell history."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from ringkv import (
-    EngineResourceInfo,
-    FrameStep,
-    KVSpec,
-    RingKVConfig,
-    RingKVLayerConfig,
-    RolloutRequest,
-    RolloutState,
-    StepContext,
-    StepRunner,
-)
-
-CHANNELS, HEIGHT, WIDTH = 1, 2, 1  # a frame is two tokens of one number
-
-
-class ToyModel:
-    """Two layers of attention over the resource; ``fail_on`` holds (clock, session-free stream) pairs that raise."""
-
-    fingerprint = "toy"
-
-    def __init__(self):
-        self.fail_on: set[tuple[int, int]] = set()
-        self.fail_after_layer = 1
-        self.batches: list[tuple[str, int]] = []
-
-    def _pass(self, resource, frames, frame_pos, *, commit, layers=2):
-        rows = frames.shape[0]
-        kv = frames.reshape(rows, 1, HEIGHT * WIDTH, 1).expand(rows, 1, HEIGHT * WIDTH, 2).contiguous()
-        for layer in range(layers):
-            out = resource.attend(torch.zeros_like(kv), kv, kv, layer, frame_pos, commit=commit)
-        return out[..., :1].reshape(rows, CHANNELS, HEIGHT, WIDTH)
-
-    def observe(self, resource, frames, actions, frame_pos):
-        self.batches.append(("context", frames.shape[0]))
-        self._pass(resource, frames, frame_pos, commit=True)
-
-    def generate(self, resource, seeds, streams, actions, frame_pos):
-        self.batches.append(("generated", len(streams)))
-        noise = torch.tensor([float(100 * seed + stream) for seed, stream in zip(seeds, streams, strict=True)])
-        frames = noise.view(-1, 1, 1, 1).expand(-1, CHANNELS, HEIGHT, WIDTH)
-        frames = self._pass(resource, frames, frame_pos, commit=False) + actions.view(-1, 1, 1, 1)
-        for clock, stream in zip(frame_pos.tolist(), streams, strict=True):
-            if (clock, stream) in self.fail_on:
-                self._pass(resource, frames, frame_pos, commit=True, layers=self.fail_after_layer)
-                raise FloatingPointError(f"frame {clock} of stream {stream}")
-        self._pass(resource, frames, frame_pos, commit=True)
-        return frames
-
-
-def build(num_sessions):
-    layers = (
-        RingKVLayerConfig(ring_frames=3, ring_buckets=3, pinned_dilation=1),
-        RingKVLayerConfig(ring_frames=3, ring_buckets=2, pinned_dilation=2),
-    )
-    config = RingKVConfig(
-        num_layers=2,
-        num_kv_heads=1,
-        head_dim=2,
-        num_qo_heads=1,
-        tokens_per_frame=2,
-        num_sessions=num_sessions,
-        layers=layers,
-    )
-    spec = KVSpec(resource_key="kv", config=config)
-    return spec.resource_class.build(spec, EngineResourceInfo(device="cpu", kv_dtype=torch.float32))
-
-
-def request(rid, stream=0, num_frames=8, context=2):
-    return RolloutRequest(
-        rid=rid,
-        seed=1,
-        stream=stream,
-        num_frames=num_frames,
-        context=torch.arange(context * HEIGHT, dtype=torch.float32).view(context, CHANNELS, HEIGHT, WIDTH),
-        actions=torch.arange(num_frames) % 3,
-    )
-
-
-def run_all(runner):
-    frames: dict[str, list] = {}
-    while runner.pending:
-        for result in runner.step():
-            assert result.frame == len(frames.setdefault(result.rid, []))
-            frames[result.rid].append(result.image)
-    return frames
-
-
-def run_all_frames(runner):
-    images = []
-    while runner.pending:
-        images += [result.image for result in runner.step()]
-    return images
-
-
-def solo(stream, **kwargs):
-    return torch.stack(run_all_of(StepRunner(build(1), ToyModel()), request("solo", stream, **kwargs))["solo"])
-
-
-def run_all_of(runner, *requests):
-    for item in requests:
-        runner.submit(item)
-    return run_all(runner)
+from ringkv import FrameStep, RolloutRequest, RolloutState, StepContext, StepRunner
+from tests.runner_tools import CHANNELS, HEIGHT, WIDTH, ToyModel, build, request, run_all_frames, run_all_of, solo
 
 
 def test_requests_beyond_the_pool_wait_in_order_and_all_finish():

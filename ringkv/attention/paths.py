@@ -12,12 +12,15 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+# SDPA's own kernel, called for the log-sum-exp that SDPA keeps to itself. Resolved once: a look-up costs at every call.
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
 
 def fold(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """``[1, H_q, T, D]`` as contiguous ``[1, H, G * T, D]``; query head h belongs to KV head ``h // G``."""
-    rows, _, _, head_dim = q.shape
-    # Contiguous, because the CPU's flash kernel takes the last axis to be dense without looking at its stride.
-    return q.reshape(rows, kv_heads, -1, head_dim).contiguous()
+    """``[B, H_q, T, D]`` as ``[B, H, G * T, D]``, a view if that can be; query head h belongs to KV head ``h // G``."""
+    folded = q.reshape(q.shape[0], kv_heads, -1, q.shape[3])
+    # The CPU's flash kernel takes the last axis to be dense without looking at its stride.
+    return folded if folded.stride(-1) == 1 else folded.contiguous()
 
 
 def unfold(out: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -36,32 +39,33 @@ def canonical(q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[to
     return unfold(F.scaled_dot_product_attention(fold(q, k.shape[1]), k, v), q)
 
 
-def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-    """One call over a span of the cache; ``visible`` ``[n]`` bool hides what must not be seen, None hides nothing.
+def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """One call over a span of the cache. mask: ``[n]``, None hides nothing.
 
-    The span must hold finite values everywhere: a masked weight is an exact zero, and zero times NaN is NaN.
+    Bool, False hides; or what is added to the scores, in q's dtype, as which SDPA would rewrite a bool one in every
+    call. The span must hold finite values everywhere: a masked weight is an exact zero, and zero times NaN is NaN.
     """
-    mask = None if visible is None else visible[None, None, None, :]
-    out = F.scaled_dot_product_attention(fold(q, k.shape[1]), k.to(q.dtype), v.to(q.dtype), attn_mask=mask)
+    bias = None if mask is None else mask[None, None, None, :]
+    out = F.scaled_dot_product_attention(fold(q, k.shape[1]), k.to(q.dtype), v.to(q.dtype), attn_mask=bias)
     return unfold(out, q)
 
 
 def segments(q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
     """One unmasked call per contiguous segment, joined by log-sum-exp in fp32 (fp64 for fp64 inputs). CPU only.
 
-    With out_s and lse_s of segment s, the joint softmax is ``sum_s exp(lse_s - lse) out_s``, ``lse`` being the
-    log-sum-exp over the segments; hidden keys are never read.
+    With out_s and lse_s of segment s, the joint softmax of a and b is ``out_a + w (out_b - out_a)`` with
+    ``w = sigmoid(lse_b - lse_a)``, and its log-sum-exp that of both; further segments join in turn. Hidden keys are
+    never read.
     """
     if len(keys) == 1:
         return masked(q, keys[0], values[0], None)
     folded = fold(q, keys[0].shape[1])
-    parts = [
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(folded, k.to(q.dtype), v.to(q.dtype))
-        for k, v in zip(keys, values, strict=True)
-    ]
-    lses = torch.stack([lse for _, lse in parts])  # [S, 1, H, G * T]
-    weights = torch.softmax(lses, dim=0)[..., None]
-    out = weights[0] * parts[0][0]
-    for weight, (part, _) in zip(weights[1:], parts[1:], strict=True):
-        out = torch.addcmul(out, weight, part.to(weight.dtype))
+    parts = [_flash(folded, k.to(q.dtype), v.to(q.dtype)) for k, v in zip(keys, values, strict=True)]
+    (out, lse), *others = parts  # [B, H, G * T, D] and [B, H, G * T]
+    out = out.to(lse.dtype)
+    while others:
+        part, part_lse = others.pop(0)
+        out = torch.lerp(out, part.to(lse.dtype), torch.sigmoid(part_lse - lse)[..., None])
+        if others:
+            lse = torch.logaddexp(lse, part_lse)
     return unfold(out.to(q.dtype), q)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -46,14 +46,20 @@ class FullLayer(PlacedLayer):
         self._gathered.pop(session, None)
         self._release(session)
 
-    def state_frames(self, clock: int | None) -> tuple[int, int]:
-        frames = horizon.frame_after(clock)
-        return frames, frames + 1
+    def frames_at(self, clock: int) -> Sequence[int]:
+        return [*self._history(clock), clock]
 
     def restore(self, session: int, history: torch.Tensor) -> None:
         frames = history.shape[3] // self.tokens_per_frame
         self._reserve(session, frames)
         self._frames(session, 0, frames).copy_(history)
+        self.held[session] = frames
+
+    def truncate(self, session: int, frames: int) -> None:
+        """Forget all but the first ``frames`` frames, and any pass that is not committed."""
+        self._sealed.pop(session, None)
+        self._gathered.pop(session, None)
+        self._cut(session, frames)
         self.held[session] = frames
 
     def session_bytes(self, session: int) -> int:
@@ -84,6 +90,11 @@ class FullLayer(PlacedLayer):
 
     def _release(self, session: int) -> None:
         self._buffers[session] = self._zeros(0)
+
+    def _cut(self, session: int, frames: int) -> None:
+        """Give back what a session of ``frames`` frames would not have grown to."""
+        tokens = memory.doubled_frames(frames) * self.tokens_per_frame
+        self._buffers[session] = self._buffers[session][:, :, :, :tokens].clone()
 
     def _capacity(self, session: int) -> int:
         return self._buffers[session].shape[3] // self.tokens_per_frame
@@ -153,6 +164,9 @@ class StaticLayer(FullLayer):
         super().erase(session)
         self._masks.pop(session, None)
 
+    def frames_at(self, clock: int) -> Sequence[int]:
+        return range(self.max_frames) if self.masked else super().frames_at(clock)
+
     def is_empty(self, session: int) -> bool:
         return not self._frames(session, 0, self.max_frames).any()
 
@@ -170,6 +184,9 @@ class StaticLayer(FullLayer):
 
     def _release(self, session: int) -> None:
         self._frames(session, 0, self.max_frames).zero_()
+
+    def _cut(self, session: int, frames: int) -> None:
+        self._frames(session, frames, self.max_frames).zero_()
 
     def _capacity(self, session: int) -> int:
         return self.max_frames

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Self, cast
-
-import torch
 
 from ringkv.config import EngineResourceInfo, FullKVConfig, KVSpec, RingKVLayerConfig
 from ringkv.full.layer import FullLayer, StaticLayer
+from ringkv.horizon import frame_after
 from ringkv.ordered import OrderedKVManager
-from ringkv.step import AdmitOutcome, FrameStep, StepContext
+from ringkv.step import AdmitOutcome, FrameStep
 
 
 class FullKVManager(OrderedKVManager):
     """One ``FullLayer`` per layer: memory grows with the rollout. ``build`` of a config with ``max_frames`` gives a
     ``StaticFullKVManager``.
 
-    A state has every committed frame, of windowed layers too.
+    A state has every committed frame, of windowed layers too, and so a session can be taken back to any of them.
     """
 
-    strategy = "full"
     config_class = FullKVConfig
     fixed_addresses: ClassVar[bool] = False
     config: FullKVConfig
@@ -35,8 +34,13 @@ class FullKVManager(OrderedKVManager):
     def _build_layer(self, layer_idx: int) -> FullLayer:
         return FullLayer(self.config, self._window(layer_idx), self.dtype, self.device)
 
-    def _layer_geometry(self) -> tuple[RingKVLayerConfig, ...] | None:
-        return self.config.layers
+    def _lacks(self) -> Mapping[str, str]:
+        return {}
+
+    def _rewind(self, rid: str, session: int, clock: int | None) -> None:
+        for layer in self.layers:
+            layer.truncate(session, frame_after(clock))
+        self._holes.prune(session, clock)
 
     def _window(self, layer_idx: int) -> RingKVLayerConfig | None:
         return None if self.config.layers is None else self.config.layers[layer_idx]
@@ -47,10 +51,7 @@ class StaticFullKVManager(FullKVManager):
 
     fixed_addresses: ClassVar[bool] = True
 
-    def admit(self, step: FrameStep, ctx: StepContext) -> AdmitOutcome:
-        refusal = self._table.refusal(step, ctx)
-        if refusal is not None:
-            return refusal
+    def _room_refusal(self, step: FrameStep) -> AdmitOutcome | None:
         for rid, frame in step.frames:
             if frame >= self._max_frames:
                 return AdmitOutcome(
@@ -59,7 +60,7 @@ class StaticFullKVManager(FullKVManager):
                     "for a session; raise max_frames",
                     rid=rid,
                 )
-        return super().admit(step, ctx)
+        return None
 
     def _build_layer(self, layer_idx: int) -> StaticLayer:
         return StaticLayer(
@@ -71,13 +72,12 @@ class StaticFullKVManager(FullKVManager):
             masked=self.attention != "canonical",
         )
 
-    def _check_layer(self, layer_idx: int, kv: torch.Tensor, written: torch.Tensor, clock: int | None) -> None:
+    def _check_clock(self, clock: int | None) -> None:
         if clock is not None and clock >= self._max_frames:
             raise ValueError(
                 f"state clock={clock}: max_frames={self._max_frames} frames are allocated for a session; "
                 "expected a clock below that"
             )
-        super()._check_layer(layer_idx, kv, written, clock)
 
     @property
     def _max_frames(self) -> int:

@@ -10,10 +10,12 @@ import platform
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-import torch
+
+if TYPE_CHECKING:  # only the card needs it, and imports it: a hash is wanted where torch takes longer than the job
+    import torch
 
 
 def machine_card(device: str | torch.device, *, packages: Sequence[str] = ("ringkv",)) -> dict[str, Any]:
@@ -22,6 +24,8 @@ def machine_card(device: str | torch.device, *, packages: Sequence[str] = ("ring
     device: the torch device of the run. packages: importable packages whose files ``source_hash`` covers; the commit
     is that of the checkout that tracks the first of them. Call it after ``torch.set_num_threads``.
     """
+    import torch
+
     device = torch.device(device)
     directories = [_package_directory(name) for name in packages]
     return {
@@ -41,6 +45,11 @@ def machine_card(device: str | torch.device, *, packages: Sequence[str] = ("ring
         "git_commit": git_commit(directories[0]),
         "source_hash": source_hash(directories),
     }
+
+
+def package_hash(packages: Sequence[str]) -> str:
+    """``source_hash`` of importable packages, as a machine card of them has it."""
+    return source_hash(map(_package_directory, packages))
 
 
 def source_hash(paths: Iterable[str | os.PathLike[str]]) -> str:
@@ -78,7 +87,7 @@ def git_commit(directory: Path) -> str | None:
 def _package_directory(name: str) -> Path:
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"machine_card package {name!r}: expected an importable package")
+        raise ValueError(f"package {name!r}: expected an importable package")
     return Path(next(iter(spec.submodule_search_locations)))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,6 +97,23 @@ class FrameMeter:
         self._step_ms.append(ms)
         self._step_frames.append(frames)
         return StepTime(ms, False)
+
+    @property
+    def first_frame_ms(self) -> float | None:
+        """``latency/first_frame_ms`` so far."""
+        return self._first_frame_ms
+
+    def restore(self, steps: Iterable[tuple[float, int, bool]], first_frame_ms: float | None) -> None:
+        """Go on from what an earlier process measured: (ms, frames, warmup) of its steps, as of ``stop``."""
+        self._first_frame_ms = first_frame_ms
+        for ms, frames, warmup in steps:
+            if frames == 0:
+                self._context_ms.append(ms)
+            elif warmup:
+                self._warmup_ms.append(ms)
+            else:
+                self._step_ms.append(ms)
+                self._step_frames.append(frames)
 
     def summary(self) -> dict[str, float | int | None]:
         """The run in numbers, None where no frame was measured; ``records.SUMMARY_COLUMNS`` says what each key means.

@@ -1,22 +1,26 @@
 """The files of a run: what was asked for, a row per step, and what came out. Strict JSON, one run per directory.
 
-    config.json     the resolved config, plain values
+    config.json     the resolved config, plain values, and the version of the record
     frames.jsonl    one object per step, append-only; columns: FRAME_COLUMNS
+    segments.json   an entry per start: one, and one more each time that the run was resumed; SEGMENT_COLUMNS
     summary.json    one object, replaced as a whole; keys: SUMMARY_COLUMNS, absent until the run ended
+    snapshots/      while the run is not finished: what it can be resumed from
 
-JSON has no NaN and no infinity: a number that is not finite is written as null.
+JSON has no NaN and no infinity: a number that is not finite is written as null. Records of an older version are read
+as they are; ``columns.missing_columns`` says what they lack.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import fcntl
 import json
 import math
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -24,55 +28,19 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from ringkv.files import replaced_atomically
+from ringkv.harness.columns import FRAME_COLUMNS as FRAME_COLUMNS
+from ringkv.harness.columns import RECORD_VERSION as RECORD_VERSION
+from ringkv.harness.columns import SUMMARY_COLUMNS as SUMMARY_COLUMNS
+from ringkv.harness.columns import VERSION_KEY, version_of
 
 CONFIG_FILE = "config.json"
 FRAMES_FILE = "frames.jsonl"
+SEGMENTS_FILE = "segments.json"
 SUMMARY_FILE = "summary.json"
+SNAPSHOT_FOLDER = "snapshots"
 VIDEO_FILE = "rollout.mp4"
 STRIP_FILE = "strip.png"
 PLOT_FILE = "frames.png"
-
-FRAME_COLUMNS: Mapping[str, str] = {
-    "step": "index of the step, from 0",
-    "phase": "context (every row was primed with a real frame) or generated (at least one row was generated)",
-    "clocks": "frame index of every row of the step, in batch order",
-    "frames": "[request id, frame index] of every row of the step, in batch order",
-    "sessions": "sessions resident in the cache after the step",
-    "latency_ms": "milliseconds from the start of the step to the end of its work on the device",
-    "warmup": "whether the step was one of the warm-up steps, which are not measured",
-    "kv_bytes": "bytes of KV memory allocated by the resource",
-    "kv_in_use_bytes": "bytes of it that hold frames a later step can see",
-    "rss_bytes": "resident bytes of the process after the step",
-}
-"""Columns of frames.jsonl. Every row has all of them; null stands for what could not be measured."""
-
-SUMMARY_COLUMNS: Mapping[str, str] = {
-    "status": "ok or failed",
-    "error": "type and message of what ended a failed run, one line; null when ok",
-    "traceback": "its traceback; null when ok",
-    "throughput/frames_per_s": "measured frames over all sessions, per second of measured step time",
-    "latency/frame_ms_mean": "mean over measured frames of the latency of the frame's step, milliseconds",
-    "latency/frame_ms_p50": "median of the same",
-    "latency/frame_ms_p95": "95th percentile of the same",
-    "latency/frame_ms_p99": "99th percentile of the same",
-    "latency/jitter_ms": "standard deviation of the same",
-    "latency/first_frame_ms": "milliseconds from the start of the rollout to its first generated frame",
-    "latency/on_time_fraction": "share of measured frames whose step took at most 1 / target_fps",
-    "steps/measured": "steps that generated frames, warm-up left out",
-    "frames/measured": "frames that those steps generated, over all sessions",
-    "warmup/steps": "generating steps kept out of the measured ones",
-    "warmup/ms_total": "milliseconds of the warm-up steps together",
-    "warmup/ms_max": "milliseconds of the slowest warm-up step",
-    "context/steps": "steps that only primed the cache with context",
-    "context/ms_total": "milliseconds of those steps together",
-    "compile/ms_total": "milliseconds spent compiling before the first step",
-    "memory/kv_bytes_predicted": "bytes of KV memory computed from the geometry, before allocation",
-    "memory/kv_bytes": "bytes of KV memory really held",
-    "memory/kv_in_use_bytes": "highest kv_in_use_bytes of any step",
-    "memory/peak_rss_bytes": "highest resident bytes of the process since it began",
-    "machine": "machine card: what the run ran on",
-}
-"""Keys of summary.json, the unit in the key. A run may add keys of its own, named the same way."""
 
 _RUN_FILES = (CONFIG_FILE, FRAMES_FILE, SUMMARY_FILE)
 
@@ -100,15 +68,19 @@ def replace_text(path: Path, text: str) -> None:
 
 
 class RunDir:
-    """The directory of one run, held by it alone. Made by ``create``; a context manager.
+    """The directory of one run, held by it alone. Made by ``create`` or ``reopen``; a context manager.
 
+    While it is open it holds a lock on frames.jsonl, which the kernel drops with the process, however that ends.
     Leaving the ``with`` block on an exception writes a failed summary, unless one was written, and lets it pass.
+    resumes: whether it holds an unfinished run; nothing is changed in it then until ``continue_run``.
     """
 
-    def __init__(self, path: Path, frames_fd: int) -> None:
-        """Wrap a claimed directory; use ``create``."""
+    def __init__(self, path: Path, frames_fd: int, *, resumes: bool = False) -> None:
+        """Wrap a claimed directory; use ``create`` or ``reopen``."""
         self.path = path
+        self.resumes = resumes
         self._frames_fd: int | None = frames_fd
+        self._begun = not resumes
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> Self:
@@ -123,17 +95,69 @@ class RunDir:
         except (FileExistsError, NotADirectoryError):
             raise ValueError(f"run directory {directory}: a file is in the way; expected a new or empty path") from None
         held = [name for name in _RUN_FILES if (directory / name).exists()]
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND
         if not held:
             try:
-                return cls(directory, os.open(directory / FRAMES_FILE, flags, 0o644))
+                descriptor = os.open(directory / FRAMES_FILE, flags, 0o644)
             except FileExistsError:
                 held = [FRAMES_FILE]
+            else:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                return cls(directory, descriptor)
         raise ValueError(f"run directory {directory}: already holds a run ({', '.join(held)}); expected a new path")
+
+    @classmethod
+    def reopen(cls, path: str | os.PathLike[str]) -> Self:
+        """Take over the unfinished run in ``path``, changing nothing in it.
+
+        ``ValueError`` with one line if there is none, it is finished, a living process holds it, or its record is of
+        a version without the checksums that made a frame comparable.
+        """
+        directory = Path(path)
+        if not directory.is_dir():
+            raise ValueError(f"run directory {directory}: no such folder; expected one that holds a run")
+        absent = [name for name in (CONFIG_FILE, FRAMES_FILE) if not (directory / name).is_file()]
+        if absent:
+            raise ValueError(f"run directory {directory}: holds no run that can go on ({', '.join(absent)} missing)")
+        descriptor = os.open(directory / FRAMES_FILE, os.O_RDWR | os.O_APPEND)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"run directory {directory}: a living process is running it") from None
+            version = read_version(directory)
+            if version < RECORD_VERSION:
+                raise ValueError(
+                    f"run directory {directory}: its record is of version {version}, without checksums to compare "
+                    "frames by; expected a new run"
+                )
+            if (directory / SUMMARY_FILE).exists() and read_summary(directory).get("status") == "ok":
+                raise ValueError(f"run directory {directory}: this run is finished; there is nothing to resume")
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(directory, descriptor, resumes=True)
+
+    @property
+    def begun(self) -> bool:
+        """Whether this process may change what the directory holds."""
+        return self._begun
+
+    def continue_run(self) -> None:
+        """Make a reopened run ready for more rows: cut an incomplete last line off, drop the summary of its failure."""
+        descriptor = self._open_descriptor()
+        whole = (self.path / FRAMES_FILE).read_bytes().rfind(b"\n") + 1
+        os.ftruncate(descriptor, whole)
+        (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+        self._begun = True
 
     def write_config(self, config: Any) -> None:
         """Write the resolved config. ``ValueError`` as ``to_plain``, before anything is written."""
-        self._replace(CONFIG_FILE, dumps_strict(config, indent=2))
+        self._replace(CONFIG_FILE, dumps_strict({**to_plain(config), VERSION_KEY: RECORD_VERSION}, indent=2))
+
+    def write_segments(self, segments: Sequence[Mapping[str, Any]]) -> None:
+        """Write segments.json as a whole."""
+        self._replace(SEGMENTS_FILE, dumps_strict(segments, indent=2))
 
     def write_frame(self, row: Mapping[str, Any]) -> None:
         """Append one row to frames.jsonl: in one write, so that a line is there whole or not at all.
@@ -147,18 +171,22 @@ class RunDir:
             raise ValueError(
                 f"frame row: unknown columns {unknown}, missing columns {missing}; expected {list(FRAME_COLUMNS)}"
             )
-        if self._frames_fd is None:
-            raise ValueError(f"run directory {self.path}: closed; no row can be added")
+        descriptor = self._open_descriptor()
         line = (dumps_strict({name: row[name] for name in FRAME_COLUMNS}) + "\n").encode()
-        size = os.fstat(self._frames_fd).st_size
-        written = os.write(self._frames_fd, line)
+        size = os.fstat(descriptor).st_size
+        written = os.write(descriptor, line)
         if written != len(line):
-            os.ftruncate(self._frames_fd, size)
+            os.ftruncate(descriptor, size)
             raise OSError(f"{self.path / FRAMES_FILE}: {written} of {len(line)} bytes written; is the disk full?")
 
+    def flush_frames(self) -> None:
+        """Wait until every row is on the disk, so that nothing written later can outlive one."""
+        os.fsync(self._open_descriptor())
+
     def write_summary(self, metrics: Mapping[str, Any], *, error: BaseException | None = None) -> None:
-        """Write summary.json as a whole: ``metrics`` with ``status``, ``error`` and ``traceback`` from ``error``."""
+        """Write summary.json as a whole: ``metrics`` with version, ``status``, ``error`` and ``traceback``."""
         outcome = {
+            VERSION_KEY: RECORD_VERSION,
             "status": "ok" if error is None else "failed",
             "error": None if error is None else error_line(error),
             "traceback": None if error is None else "".join(traceback.format_exception(error)),
@@ -166,7 +194,7 @@ class RunDir:
         self._replace(SUMMARY_FILE, dumps_strict(outcome | dict(metrics), indent=2))
 
     def close(self) -> None:
-        """Stop taking rows. Idempotent."""
+        """Stop taking rows, and let go of the directory. Idempotent."""
         if self._frames_fd is not None:
             os.close(self._frames_fd)
             self._frames_fd = None
@@ -177,9 +205,14 @@ class RunDir:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-        if error is not None and not (self.path / SUMMARY_FILE).exists():
+        if error is not None and self._begun and not (self.path / SUMMARY_FILE).exists():
             self.write_summary({}, error=error)
+        self.close()
+
+    def _open_descriptor(self) -> int:
+        if self._frames_fd is None:
+            raise ValueError(f"run directory {self.path}: closed; no row can be added")
+        return self._frames_fd
 
     def _replace(self, name: str, text: str) -> None:
         replace_text(self.path / name, text + "\n")
@@ -192,14 +225,39 @@ class FrameRows(NamedTuple):
     incomplete: bool
 
 
+def can_resume(run: str | os.PathLike[str]) -> bool:
+    """Whether the directory holds an unfinished run that ``RunDir.reopen`` would take now."""
+    try:
+        RunDir.reopen(run).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def read_version(run: str | os.PathLike[str]) -> int:
+    """The version of the record in directory ``run``, 0 where it names none. ``ValueError`` if it is a later one."""
+    version = version_of(read_object(Path(run) / CONFIG_FILE))
+    if version > RECORD_VERSION:
+        raise ValueError(f"{run}: its record is of version {version}; this release reads up to {RECORD_VERSION}")
+    return version
+
+
 def read_config(run: str | os.PathLike[str]) -> dict[str, Any]:
-    """The config of the run in directory ``run``. ``ValueError`` if it is not strict JSON."""
-    return _read_object(Path(run) / CONFIG_FILE)
+    """The config of the run in directory ``run``, without the version. ``ValueError`` if it is not strict JSON."""
+    config = read_object(Path(run) / CONFIG_FILE)
+    config.pop(VERSION_KEY, None)
+    return config
 
 
 def read_summary(run: str | os.PathLike[str]) -> dict[str, Any]:
     """The summary of the run in directory ``run``. ``ValueError`` if it is not strict JSON."""
-    return _read_object(Path(run) / SUMMARY_FILE)
+    return read_object(Path(run) / SUMMARY_FILE)
+
+
+def read_segments(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The entries of segments.json, [] where it is missing. ``ValueError`` if it is not a strict JSON list."""
+    path = Path(run) / SEGMENTS_FILE
+    return _loads(path.read_text(encoding="utf-8"), str(path), list) if path.exists() else []
 
 
 def read_frames(run: str | os.PathLike[str]) -> FrameRows:
@@ -208,8 +266,9 @@ def read_frames(run: str | os.PathLike[str]) -> FrameRows:
     ``ValueError`` names the line that is not strict JSON.
     """
     path = Path(run) / FRAMES_FILE
-    *lines, rest = path.read_text(encoding="utf-8").split("\n")
-    return FrameRows([_loads_object(line, f"{path} line {i}") for i, line in enumerate(lines, 1)], rest != "")
+    *lines, rest = path.read_bytes().split(b"\n")
+    rows = [_loads(line.decode("utf-8", "replace"), f"{path} line {i}", dict) for i, line in enumerate(lines, 1)]
+    return FrameRows(rows, rest != b"")
 
 
 def error_line(error: BaseException) -> str:
@@ -217,20 +276,22 @@ def error_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    return _loads_object(path.read_text(encoding="utf-8"), str(path))
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a file of strict JSON. ``ValueError`` if it is none."""
+    return _loads(path.read_text(encoding="utf-8"), str(path), dict)
 
 
-def _loads_object(text: str, where: str) -> dict[str, Any]:
+def _loads(text: str, where: str, kind: type) -> Any:
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
 
+    expected = "one JSON object" if kind is dict else "a JSON list"
     try:
         value = json.loads(text, parse_constant=refuse)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}; expected one JSON object") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: {type(value).__name__}; expected one JSON object")
+        raise ValueError(f"{where}: {error}; expected {expected}") from None
+    if not isinstance(value, kind):
+        raise ValueError(f"{where}: {type(value).__name__}; expected {expected}")
     return value
 
 

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -49,14 +49,16 @@ def start_tracker(
     name: str | None,
     config: Any,
     directory: str | os.PathLike[str],
+    last_step: int | None = None,
     wandb_module: Any = None,
 ) -> Tracker:
-    """Open the one W&B run of this run; the caller finishes it.
+    """Open the one W&B run of this run, or of the segment in which it is resumed; the caller finishes it.
 
     mode: ``offline``, ``online`` or ``disabled`` (then nothing is imported and every method does nothing).
     project, group, name: where W&B files it; a sweep's points share a ``group``, each with a run and id of its own.
     config: any nested containers that ``to_plain`` takes. directory: the run directory; all files go below its
-    ``wandb`` folder. wandb_module: what to call instead of the ``wandb`` package.
+    ``wandb`` folder. last_step: the last step that an earlier segment logged; None without one. wandb_module: what to
+    call instead of the ``wandb`` package.
 
     ``ValueError`` for any other mode, and as ``to_plain``. Where the ``wandb`` package is missing, or cannot start
     an offline run, one warning says so and the tracker is a disabled one; an online run that cannot start raises.
@@ -65,7 +67,9 @@ def start_tracker(
         raise ValueError(f"tracking mode {mode!r}: expected one of {', '.join(TRACKING_MODES)}")
     plain_config = to_plain(config)
     if mode == "disabled":
-        return Tracker(None, None, offline=False)
+        return Tracker(None, None, offline=False, last_step=last_step)
+    # Not left to W&B: a sweep's points are told apart by their ids, whatever seeds they share.
+    run_id = uuid.uuid4().hex[:12]
     with _environment_defaults(WANDB_ERROR_REPORTING="false", WANDB_CACHE_DIR=str(Path(directory) / "wandb" / "cache")):
         try:
             wandb = importlib.import_module("wandb") if wandb_module is None else wandb_module
@@ -74,8 +78,7 @@ def start_tracker(
                 project=project,
                 group=group,
                 name=name,
-                # Not left to W&B: a sweep's points are told apart by their ids, whatever seeds they share.
-                id=uuid.uuid4().hex[:12],
+                id=run_id,
                 config=plain_config,
                 dir=os.fspath(directory),
                 # By default a second init in one process returns the first run while that is open.
@@ -87,8 +90,8 @@ def start_tracker(
                 raise
             reason = error_line(error)
             _log.warning("tracking.mode=%s: wandb cannot start (%s); the run goes on without it", mode, reason)
-            return Tracker(None, None, offline=False)
-    return Tracker(run, wandb, offline=mode == "offline")
+            return Tracker(None, None, offline=False, last_step=last_step)
+    return Tracker(run, wandb, offline=mode == "offline", run_id=run_id, last_step=last_step)
 
 
 class Tracker:
@@ -97,11 +100,14 @@ class Tracker:
     Leaving the ``with`` block normally finishes with exit code 0, on an exception with 1, which W&B shows as failed.
     """
 
-    def __init__(self, run: Any, wandb_module: Any, *, offline: bool) -> None:
-        """Wrap an open W&B run; use ``start_tracker``."""
+    def __init__(
+        self, run: Any, wandb_module: Any, *, offline: bool, run_id: str | None = None, last_step: int | None = None
+    ) -> None:
+        """Wrap an open W&B run; use ``start_tracker``. run_id: its id, None without a run."""
         self._run = run
         self._wandb = wandb_module
-        self._step: int | None = None
+        self.run_id = run_id
+        self._step = last_step
         self._sync_line = f"wandb sync {Path(run.dir).parent}" if run is not None and offline else None
 
     @property
@@ -143,6 +149,22 @@ class Tracker:
             entries["rollout"] = self._wandb.Video(os.fspath(video), format="mp4")
         if image is not None:
             entries["strip"] = self._wandb.Image(os.fspath(image))
+        if entries:
+            self._run.log(entries, step=self._step or 0)
+
+    def tables(
+        self,
+        tables: Mapping[str, tuple[Sequence[str], Sequence[Sequence[Any]]]],
+        images: Mapping[str, str | os.PathLike[str]],
+    ) -> None:
+        """Log tables (column names and rows) and PNG files under their names, at the last step (0 if none)."""
+        if self._run is None:
+            return
+        entries = {
+            f"table/{name}": self._wandb.Table(columns=list(columns), data=to_plain(rows), allow_mixed_types=True)
+            for name, (columns, rows) in tables.items()
+        }
+        entries |= {f"figure/{name}": self._wandb.Image(os.fspath(path)) for name, path in images.items()}
         if entries:
             self._run.log(entries, step=self._step or 0)
 

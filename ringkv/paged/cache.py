@@ -5,7 +5,7 @@ Letters: B rows, S sessions, H KV heads, P tokens per page, T tokens per frame, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +22,14 @@ class _StagedRow:
 
     session: int
     clock: int
-    history: Span
+    history: list[Span]
     start: int
     gathered: bool = False
+
+    @property
+    def end(self) -> int:
+        """Where in staging its history ends."""
+        return self.start + sum(hi - lo for lo, hi in self.history)
 
 
 class LayerPagedCache:
@@ -93,21 +98,27 @@ class LayerPagedCache:
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def stage(self, sessions: Sequence[int], clocks: Sequence[int]) -> None:
-        """Lay a plan's rows out in staging; nothing is copied yet. Padding rows share the place of one frame."""
+    def stage(self, sessions: Sequence[int], clocks: Sequence[int], holes: Mapping[int, Collection[int]]) -> None:
+        """Lay a plan's rows out in staging; nothing is copied yet. Padding rows share the place of one frame.
+
+        holes: frames of a session that hold nothing, and are left out.
+        """
         self._rows = []
         start = 0
         for session, clock in zip(sessions, clocks, strict=True):
-            history = self.history(clock)
-            self._rows.append(_StagedRow(session, clock, history, start))
+            staged = _StagedRow(session, clock, self._spans(self.history(clock), holes.get(session, ())), start)
+            self._rows.append(staged)
             if session != self._padding_session:
-                start += history[1] - history[0] + self.tokens_per_frame
+                start = staged.end + self.tokens_per_frame
 
     def write(self, row: int, k: torch.Tensor, v: torch.Tensor, *, commit: bool) -> None:
         """Put the frame of a staged row, k and v ``[H, T, D]``, behind its history; ``commit`` also into its pages."""
         staged = self._rows[row]
         if not staged.gathered:
-            self.gather(staged.session, staged.history, self.staging, staged.start)
+            start = staged.start
+            for span in staged.history:
+                self.gather(staged.session, span, self.staging, start)
+                start += span[1] - span[0]
             staged.gathered = True
         lo, hi = self._own_place(staged)
         own = self.staging[:, 0, :, lo:hi]
@@ -153,6 +164,22 @@ class LayerPagedCache:
         self.zero(session, (first * self.table.page_tokens, end * self.table.page_tokens))
         self.table.clear(session)
 
+    def truncate(self, session: int, tokens: Span) -> None:
+        """Free what a session owns after logical positions ``tokens``, zeroed; all of it if there are none."""
+        size = self.table.page_tokens
+        first, end = self.table.owned(session)
+        self.zero(session, (max(tokens[1], first * size), end * size))
+        self.table.truncate(session, tokens)
+
     def _own_place(self, staged: _StagedRow) -> Span:
-        lo = staged.start + staged.history[1] - staged.history[0]
-        return lo, lo + self.tokens_per_frame
+        return staged.end, staged.end + self.tokens_per_frame
+
+    def _spans(self, history: Span, holes: Collection[int]) -> list[Span]:
+        """The positions ``history`` without those of frames that hold nothing, in order."""
+        if not holes:
+            return [history]
+        dilation = 1 if self.window is None else self.window.pinned_dilation
+        without = {frame // dilation for frame in holes}
+        lo, hi = (end // self.tokens_per_frame for end in history)
+        kept = (frame for frame in range(lo, hi) if frame not in without)
+        return [(frame * self.tokens_per_frame, (frame + 1) * self.tokens_per_frame) for frame in kept]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 
-from ringkv import horizon, memory
+from ringkv import horizon, layout, memory
 from ringkv.config import PagedKVConfig
+from ringkv.holes import Holes
 from ringkv.lifecycle import LifecycleResource, Plan
 from ringkv.paged.cache import LayerPagedCache
-from ringkv.resource import MemoryReport
-from ringkv.state import check_tensor
-from ringkv.step import AdmitOutcome, FrameStep, StepContext
+from ringkv.resource import MemoryReport, NoRoom
+from ringkv.state import Layers
+from ringkv.step import AdmitOutcome, FrameStep
 
 
 class PagedKVManager(LifecycleResource):
@@ -42,18 +44,7 @@ class PagedKVManager(LifecycleResource):
         super().__init__(config, name, device, dtype, attention)
         self.layers = [LayerPagedCache(config, index, dtype, self.device) for index in range(config.num_layers)]
         self._addresses = self._buffer_addresses()
-
-    def admit(self, step: FrameStep, ctx: StepContext) -> AdmitOutcome:
-        refusal = self._table.refusal(step, ctx) or self._page_refusal(step)
-        if refusal is not None:
-            return refusal
-        outcome = self._table.admit(step, ctx)
-        if outcome.ok:
-            for rid, frame in step.frames:
-                session = self._table.require_session(rid)
-                for layer in self.layers:
-                    layer.table.grow(session, layer.own(frame))
-        return outcome
+        self._holes = Holes(self._geometry)
 
     def memory_bytes(self) -> int:
         return sum(layer.memory_bytes for layer in self.layers)
@@ -69,14 +60,22 @@ class PagedKVManager(LifecycleResource):
             "resident": self.memory_bytes(),
             "in_use": (pages * self.config.page_tokens + frames * self.config.tokens_per_frame) * token_bytes,
             "padding": padding_tokens * token_bytes * self.config.num_layers if self.config.padding_session else 0,
+            "undo": 0,
             "flags": sum(layer.table.entries.nbytes for layer in self.layers),
+            "parked": self._parking.nbytes,
         }
 
     # -- what the lifecycle asks for ---------------------------------------------------------------------------
 
+    def _admitted(self, step: FrameStep) -> None:
+        for rid, frame in step.frames:
+            session = self._table.require_session(rid)
+            for layer in self.layers:
+                layer.table.grow(session, layer.own(frame))
+
     def _stage(self, plan: Plan) -> None:
-        for layer in self.layers:
-            layer.stage(plan.session_indices, plan.clocks)
+        for index, layer in enumerate(self.layers):
+            layer.stage(plan.session_indices, plan.clocks, self._holes.by_session(index))
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_idx: int, frame_pos: torch.Tensor, commit: bool
@@ -92,6 +91,7 @@ class PagedKVManager(LifecycleResource):
     def _committed(self, session: int, frame: int) -> None:
         for layer in self.layers:
             layer.table.shrink(session, layer.history(frame + 1))
+        self._holes.prune(session, frame)
 
     def _clear_aborted(self, rid: str, session: int) -> None:
         for layer in self.layers:
@@ -100,57 +100,47 @@ class PagedKVManager(LifecycleResource):
     def _erase(self, session: int) -> None:
         for layer in self.layers:
             layer.erase(session)
-
-    def _geometry(self) -> dict[str, Any]:
-        config = self.config
-        windows = None
-        if config.layers is not None:
-            windows = [[layer.ring_buckets, layer.pinned_dilation] for layer in config.layers]
-        return {
-            "strategy": "paged",
-            "num_layers": config.num_layers,
-            "num_kv_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "tokens_per_frame": config.tokens_per_frame,
-            "layers": windows,
-        }
+        self._holes.drop(session)
 
     def _export(self, rid: str, session: int, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        layer = self.layers[layer_idx]
-        lo, hi = layer.history(self._next_clock(rid))
-        capacity = hi - lo + layer.tokens_per_frame
+        layer, clock = self.layers[layer_idx], self._table.clock_of(rid)
+        lo, hi = layer.history(horizon.frame_after(clock))
+        capacity, tokens = hi - lo + layer.tokens_per_frame, layer.tokens_per_frame
         kv = layer.kv.new_zeros(2, 1, self.config.num_kv_heads, capacity, self.config.head_dim)
         layer.gather(session, (lo, hi), kv)
-        return kv, torch.ones(capacity, dtype=torch.bool, device=self.device)
+        written = torch.ones(capacity, dtype=torch.bool, device=self.device)
+        places = layout.places(self._geometry, layer_idx, clock)
+        for frame in self._holes.of(session, layer_idx):
+            written[places[frame] * tokens : (places[frame] + 1) * tokens] = False
+        return kv, written
 
-    def _check_layer(self, layer_idx: int, kv: torch.Tensor, written: torch.Tensor, clock: int | None) -> None:
-        config = self.config
-        lo, hi = self.layers[layer_idx].history(horizon.frame_after(clock))
-        capacity = hi - lo + config.tokens_per_frame
-        shape = (2, 1, config.num_kv_heads, capacity, config.head_dim)
-        check_tensor(f"state layers[{layer_idx}] kv", kv, shape, self.dtype)
-        check_tensor(f"state layers[{layer_idx}] written", written, (capacity,), torch.bool)
-        if not written.all():
-            raise ValueError(
-                f"state layers[{layer_idx}] written is False on {int((~written).sum())} of {capacity} tokens: "
-                f"a paged state at clock {clock} holds every frame it marks"
-            )
-
-    def _check_room(self, session: int | None, clock: int | None) -> None:
+    def _check_room(self, session: int | None, clock: int | None, copies: int = 1) -> None:
         for index, layer in enumerate(self.layers):
             room = layer.table.pool.num_free + (layer.table.num_owned(session) if session is not None else 0)
-            wanted = layer.table.missing(None, layer.history(horizon.frame_after(clock)))
+            wanted = copies * layer.table.missing(None, layer.history(horizon.frame_after(clock)))
             if wanted > room:
-                raise RuntimeError(
-                    f"a state at clock {clock} needs {wanted} pages of layer {index}, {room} of "
-                    f"{self.config.num_pages} are free: {wanted - room} short; remove a request first"
+                raise NoRoom(
+                    f"{copies} x a state at clock {clock} needs {wanted} pages of layer {index}, {room} of "
+                    f"{self.config.num_pages} are free: {wanted - room} short; remove or park a request first"
                 )
 
-    def _import(self, session: int, layers: list[tuple[torch.Tensor, torch.Tensor]], clock: int | None) -> None:
-        for layer, (kv, _) in zip(self.layers, layers, strict=True):
+    def _import(self, session: int, layers: Layers, clock: int | None, holes: Sequence[set[int]]) -> None:
+        for layer, (kv, written) in zip(self.layers, layers, strict=True):
             history = layer.history(horizon.frame_after(clock))
             layer.table.grow(session, history)
-            layer.scatter(session, history, kv)
+            layer.scatter(session, history, kv.masked_fill(~written[:, None], 0))
+        self._holes.put(session, holes)
+
+    def _lacks(self) -> Mapping[str, str]:
+        if self.config.layers is None:
+            return {}
+        return {"rewind": "the pages of frames that have left the window are freed; full context keeps them"}
+
+    def _rewind(self, rid: str, session: int, clock: int | None) -> None:
+        frame_pos = horizon.frame_after(clock)
+        for layer in self.layers:
+            layer.truncate(session, layer.history(frame_pos))
+        self._holes.prune(session, clock)
 
     def _check_storage(self) -> None:
         if self._buffer_addresses() != self._addresses:
@@ -175,8 +165,7 @@ class PagedKVManager(LifecycleResource):
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _page_refusal(self, step: FrameStep) -> AdmitOutcome | None:
-        """Why the pools cannot take this well-formed step, None if they can. Reads only."""
+    def _room_refusal(self, step: FrameStep) -> AdmitOutcome | None:
         total = self.config.num_pages
         sessions = {rid: self._table.session_of(rid) for rid, _ in step.frames}
         for index, layer in enumerate(self.layers):

@@ -108,6 +108,13 @@ class BlockTable:
         first, end = self._owned[session]
         self._free(session, first, lo // self.page_tokens if lo < hi else end)
 
+    def truncate(self, session: int, tokens: Span) -> None:
+        """Free the pages that lie wholly after positions ``tokens``, which are the first."""
+        first, end = self._owned[session]
+        kept = -(-tokens[1] // self.page_tokens)
+        self._release(session, kept, end)
+        self._owned[session] = (first, kept)
+
     def clear(self, session: int) -> None:
         """Free everything that a session owns; it begins anew wherever it grows next."""
         self._free(session, *self._owned[session])
@@ -158,9 +165,12 @@ class BlockTable:
         return first, max(end, -(-hi // self.page_tokens))
 
     def _free(self, session: int, first: int, end: int) -> None:
+        self._release(session, first, end)
+        self._owned[session] = (end, self._owned[session][1])
+
+    def _release(self, session: int, first: int, end: int) -> None:
         row = self.entries[session]
         columns = [page % self.width for page in range(first, end)]
         self.pool.release([int(row[column]) for column in columns])
         for column in columns:
             row[column] = self.sentinel
-        self._owned[session] = (end, self._owned[session][1])

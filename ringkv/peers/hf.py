@@ -11,17 +11,18 @@ taking tokens back: ``crop(0)`` at the commit evicts what left the window, ``cro
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from ringkv import horizon
+from ringkv import horizon, layout
 from ringkv.attention import paths
 from ringkv.config import HFSlidingKVConfig
 from ringkv.lifecycle import LifecycleResource
-from ringkv.resource import MemoryReport
-from ringkv.state import check_tensor
+from ringkv.resource import MemoryReport, State
+from ringkv.state import Layers, unmarked_frames
 
 try:
     from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
@@ -72,7 +73,9 @@ class HFSlidingKVManager(LifecycleResource):
             "resident": self.memory_bytes(),
             "in_use": sum(layer.keys.nbytes + layer.values.nbytes for layer in self._initialized()),
             "padding": 0,
+            "undo": 0,
             "flags": 0,
+            "parked": self._parking.nbytes,
         }
 
     def cleanup(self) -> None:
@@ -119,17 +122,6 @@ class HFSlidingKVManager(LifecycleResource):
     def _erase(self, session: int) -> None:
         self._caches[session] = self._new_cache()
 
-    def _geometry(self) -> dict[str, Any]:
-        config = self.config
-        return {
-            "strategy": "hf_sliding",
-            "num_layers": config.num_layers,
-            "num_kv_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "tokens_per_frame": config.tokens_per_frame,
-            "layers": [layer.ring_buckets for layer in config.layers],
-        }
-
     def _export(self, rid: str, session: int, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The window in frame order from the left, then the scratch frame that every state ends with."""
         config = self.config
@@ -142,23 +134,27 @@ class HFSlidingKVManager(LifecycleResource):
             written[: past.shape[2]] = True
         return kv, written
 
-    def _check_layer(self, layer_idx: int, kv: torch.Tensor, written: torch.Tensor, clock: int | None) -> None:
-        config, what = self.config, f"state layers[{layer_idx}]"
-        capacity = config.layers[layer_idx].ring_buckets * config.tokens_per_frame
-        check_tensor(f"{what} kv", kv, (2, 1, config.num_kv_heads, capacity, config.head_dim), self.dtype)
-        check_tensor(f"{what} written", written, (capacity,), torch.bool)
-        frames = self._window_frames(layer_idx, horizon.frame_after(clock))
-        scratch = config.layers[layer_idx].ring_buckets - 1
-        expected = [index < frames or index == scratch for index in range(scratch + 1)]
-        by_frame = written.cpu().view(-1, config.tokens_per_frame).tolist()
-        if by_frame != [[flag] * config.tokens_per_frame for flag in expected]:
-            raise ValueError(f"{what} written does not mark the {frames} frames held at clock {clock}, and scratch")
+    def _check_extra(self, state: State) -> None:
+        for index, (_, written) in enumerate(state["layers"]):
+            places = layout.places(self._geometry, index, state["clock"])
+            holes = unmarked_frames(places, written, self.config.tokens_per_frame)
+            if holes:
+                raise ValueError(
+                    f"state layers[{index}] written does not mark frames {sorted(holes)}, held at clock "
+                    f"{state['clock']}: a transformers cache cannot have holes"
+                )
 
-    def _import(self, session: int, layers: list[tuple[torch.Tensor, torch.Tensor]], clock: int | None) -> None:
+    def _import(self, session: int, layers: Layers, clock: int | None, holes: Sequence[set[int]]) -> None:
         for layer_idx, (kv, _) in enumerate(layers):
             tokens = self._window_frames(layer_idx, horizon.frame_after(clock)) * self.config.tokens_per_frame
             if tokens:
                 self._caches[session].update(kv[0, :, :, :tokens], kv[1, :, :, :tokens], layer_idx)
+
+    def _lacks(self) -> Mapping[str, str]:
+        return {
+            "restore": "a transformers cache counts its tokens from the left and cannot have holes",
+            "rewind": "a transformers cache evicts for good",
+        }
 
     def _check_storage(self) -> None:
         held = {session: rid for rid, session in self._table.holders.items()}

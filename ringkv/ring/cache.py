@@ -84,6 +84,11 @@ class LayerRingCache:
         assert 0 <= slot <= self.geometry.ring_frames
         return lo + slot * self.tokens_per_frame, lo + (slot + 1) * self.tokens_per_frame
 
+    def sessions(self, which: slice) -> torch.Tensor:
+        """``[2, n, H, capacity, D]``, a view: the spans of the sessions that ``which`` names."""
+        by_session = self.kv[:, 0].unflatten(2, (self.num_sessions, self.capacity))
+        return by_session[:, :, which].transpose(1, 2)
+
     def reset(self, session_idx: int) -> None:
         """Zero one session in place and re-arm its scratch."""
         lo, hi = self.session_span(session_idx)
@@ -173,14 +178,21 @@ class LayerRingCache:
 
         Computed on the session's own span and scattered into the row, so that only the row itself grows with the pool.
         """
-        layer, device = self.geometry, self.kv.device
-        offset = torch.arange(self.capacity, device=device)
-        token = session_idx[:, None] * self.capacity + offset
+        own = self.span_visibility(frame_pos, session_idx)
+        row = torch.zeros(own.shape[0], self.total_slots, dtype=torch.bool, device=own.device)
+        return row.scatter_(1, self._span_tokens(session_idx), own)
+
+    def span_visibility(self, frame_pos: torch.Tensor, session_idx: torch.Tensor) -> torch.Tensor:
+        """``[B, capacity]`` bool: what each row may see of its session's own span."""
+        layer = self.geometry
         slot = torch.div(frame_pos, layer.pinned_dilation, rounding_mode="floor") % layer.ring_buckets
         hidden = torch.where(frame_pos % layer.pinned_dilation == 0, slot, -1)
-        own = self.written[token] & (offset // self.tokens_per_frame != hidden[:, None])
-        row = torch.zeros(token.shape[0], self.total_slots, dtype=torch.bool, device=device)
-        return row.scatter_(1, token, own)
+        slots = torch.arange(self.capacity, device=self.kv.device) // self.tokens_per_frame
+        return self.written[self._span_tokens(session_idx)] & (slots != hidden[:, None])
+
+    def _span_tokens(self, session_idx: torch.Tensor) -> torch.Tensor:
+        """``[B, capacity]`` int64: the token slots of each row's session."""
+        return session_idx[:, None] * self.capacity + torch.arange(self.capacity, device=self.kv.device)
 
     def _check_rows(self, clocks: list[int], sessions: list[int]) -> None:
         seen = set()

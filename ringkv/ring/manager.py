@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -9,10 +10,13 @@ import torch
 from ringkv import horizon, memory
 from ringkv.config import RingKVConfig, RingKVLayerConfig
 from ringkv.lifecycle import LifecycleResource, Plan
-from ringkv.resource import MemoryReport
-from ringkv.ring import snapshot
+from ringkv.resource import MemoryReport, State
 from ringkv.ring.cache import LayerRingCache
-from ringkv.ring.view import RowView
+from ringkv.ring.flex import FlexReader
+from ringkv.ring.undo import UndoLog
+from ringkv.ring.view import LayerRead, RingView, lockstep
+from ringkv.staging import RowStaging
+from ringkv.state import Layers
 
 RingPlan = Plan
 """The host copy of a staged step: request ids, session indices, clocks."""
@@ -26,7 +30,7 @@ class RingKVManager(LifecycleResource):
     """
 
     config_class = RingKVConfig
-    read_paths = ("auto", "canonical", "sdpa", "segments")
+    read_paths = ("auto", "canonical", "sdpa", "segments", "flex")
     fixed_addresses: ClassVar[bool] = True
     config: RingKVConfig
     layers: list[LayerRingCache]
@@ -60,10 +64,18 @@ class RingKVManager(LifecycleResource):
             )
             for layer in config.layers
         ]
-        self._staged_sessions = torch.zeros(self._max_rows, dtype=torch.int64, device=device)
+        self._staging = RowStaging(2, self._max_rows, self.device)
+        self._staged_sessions, self._staged_clocks = self._staging.values
+        self._flex: FlexReader | None = None
+        if self.attention == "flex":
+            self.reads_in_graph = self.device.type != "cpu"
+            sessions = memory.allocated_sessions(config)
+            self._flex = FlexReader(config, sessions, self._max_rows, self.device, over_pool=self.reads_in_graph)
+        self._undo = UndoLog(config, dtype, self.device) if config.undo_frames else None
         self._addresses = self._buffer_addresses()
         self._missing: dict[int, list[set[int]]] = {}
-        self._views: dict[tuple[int, RingKVLayerConfig | int], RowView] = {}
+        self._views: dict[tuple[RingKVLayerConfig, int, frozenset[int]], RingView] = {}
+        self._reads: dict[int, list[LayerRead]] = {}
 
     def upsert(
         self,
@@ -94,49 +106,80 @@ class RingKVManager(LifecycleResource):
         return self.layers[layer_idx].total_slots
 
     def memory_bytes(self) -> int:
-        return sum(cache.memory_bytes for cache in self.layers)
+        return sum(cache.memory_bytes for cache in self.layers) + self._undo_bytes
 
     def memory_report(self) -> MemoryReport:
         frames = sum(
             len(self._held_slots(rid, index)) + 1 for rid in self._table.holders for index in range(len(self.layers))
         )
         flags = sum(cache.written.nbytes + cache.commits.nbytes for cache in self.layers)
+        lists = 0 if self._flex is None else self._flex.nbytes
         return {
             "resident": self.memory_bytes(),
             "in_use": frames * memory.frame_bytes(self.config, self.dtype),
             "padding": memory.session_bytes(self.config, self.dtype) if self.config.padding_session else 0,
-            "flags": flags + self._staged_sessions.nbytes,
+            "undo": self._undo_bytes,
+            "flags": flags + lists + self._staging.values.nbytes,
+            "parked": self._parking.nbytes,
         }
+
+    def cleanup(self) -> None:
+        super().cleanup()
+        self._undo = None
+        self._views, self._reads = {}, {}
 
     # -- what the lifecycle asks for ---------------------------------------------------------------------------
 
     def _stage(self, plan: Plan) -> None:
-        sessions = torch.tensor(plan.session_indices, dtype=torch.int64, device="cpu")
-        self._staged_sessions[: len(sessions)].copy_(sessions)
-        self._views = {}
+        if self._undo is not None:
+            for session, clock in zip(plan.session_indices[: plan.num_real], plan.clocks, strict=False):
+                self._undo.record(session, clock, self.layers, self._missing.get(session, [()] * len(self.layers)))
+        rows = len(plan.clocks)
+        self._staging.put(plan.session_indices, plan.clocks)
+        if self._flex is not None:
+            self._flex.stage(self._staged_sessions[:rows], self._staged_clocks[:rows])
+        self._views, self._reads = {}, {}
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_idx: int, frame_pos: torch.Tensor, commit: bool
     ) -> torch.Tensor:
         rows, layer = q.shape[0], self.layers[layer_idx]
-        layer.write(k, v, frame_pos, self._staged_sessions[:rows], commit=commit)
-        keys, values = layer.kv.unbind(0)
-        outputs = [
-            self._view(row, layer_idx).read(q[row : row + 1], keys, values, self.attention) for row in range(rows)
-        ]
-        return outputs[0] if rows == 1 else torch.cat(outputs)
+        sessions = self._staged_sessions[:rows]
+        layer.write(k, v, frame_pos, sessions, commit=commit)
+        if self._flex is not None and self._flex.over_pool:
+            return self._flex.read_pool(q, layer, frame_pos, sessions)
+        if self._flex is not None:
+            return self._flex.read_rows(q, layer, frame_pos, sessions, self._require_plan().session_indices)
+        if layer_idx not in self._reads:
+            self._reads[layer_idx] = self._plan_reads(layer_idx)
+        reads = self._reads[layer_idx]
+        return reads[0](q) if len(reads) == 1 else torch.cat([read(q[read.rows]) for read in reads])
 
-    def _view(self, row: int, layer_idx: int) -> RowView:
-        """What a row of the pending plan sees in a layer; layers of one geometry share it unless slots are missing."""
-        plan = self._require_plan()
-        layer, session = self.config.layers[layer_idx], plan.session_indices[row]
-        holes = self._missing[session][layer_idx] if session in self._missing else frozenset()
-        key = (row, layer_idx if holes else layer)
-        if key not in self._views:
-            self._views[key] = RowView.at(layer, plan.clocks[row], session, self.config.tokens_per_frame, holes)
-        return self._views[key]
+    def _plan_reads(self, layer_idx: int) -> list[LayerRead]:
+        """The reads of one layer for all rows of the pending plan, in their order."""
+        plan, cache, config = self._require_plan(), self.layers[layer_idx], self.config
+        views = []
+        for session, clock in zip(plan.session_indices, plan.clocks, strict=True):
+            missing = self._missing[session][layer_idx] if session in self._missing else ()
+            key = (cache.geometry, clock, frozenset(missing))
+            if key not in self._views:
+                self._views[key] = RingView.at(cache.geometry, clock, config.tokens_per_frame, key[2])
+            views.append(self._views[key])
+        groups = [(slice(row, row + 1), slice(s, s + 1)) for row, s in enumerate(plan.session_indices)]
+        if self.attention != "canonical":  # which is beyond doubt because it does one thing at a time
+            groups = lockstep(views, plan.session_indices)
+        return [
+            LayerRead(rows, views[rows.start], cache.sessions(which), config.num_qo_heads, self.attention)
+            for rows, which in groups
+        ]
+
+    def _count_replay(self) -> None:
+        for cache in self.layers:
+            cache.commits.add_(1)
 
     def _committed(self, session: int, frame: int) -> None:
+        if self._undo is not None:
+            self._undo.committed(session)
         if session not in self._missing:
             return
         for layer, holes in zip(self.config.layers, self._missing[session], strict=True):
@@ -157,9 +200,8 @@ class RingKVManager(LifecycleResource):
         for cache in self.layers:
             cache.reset(session)
         self._missing.pop(session, None)
-
-    def _geometry(self) -> dict[str, Any]:
-        return snapshot.geometry_of(self.config)
+        if self._undo is not None:
+            self._undo.clear(session)
 
     def _export(self, rid: str, session: int, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         cache = self.layers[layer_idx]
@@ -173,23 +215,70 @@ class RingKVManager(LifecycleResource):
             written[slot * tokens : (slot + 1) * tokens] = False
         return kv, written
 
-    def _check_layer(self, layer_idx: int, kv: torch.Tensor, written: torch.Tensor, clock: int | None) -> None:
-        snapshot.check_layer(layer_idx, kv, written, clock, self.config, self.dtype)
-
-    def _import(self, session: int, layers: list[tuple[torch.Tensor, torch.Tensor]], clock: int | None) -> None:
+    def _import(self, session: int, layers: Layers, clock: int | None, holes: Sequence[set[int]]) -> None:
         missing = []
-        for layer, cache, (kv, written) in zip(self.config.layers, self.layers, layers, strict=True):
-            held = {horizon.slot_of(layer, frame) for frame in horizon.held_frames(layer, clock)}
-            marked = {slot for slot in held if written[slot * cache.tokens_per_frame]}
+        for layer, cache, (kv, _), absent in zip(self.config.layers, self.layers, layers, holes, strict=True):
             lo, _ = cache.session_span(session)
             # Slot by slot: scratch and unwritten slots stay zero, whatever the state carries there.
-            for slot in marked:
-                first, last = cache.slot_span(session, slot)
-                cache.kv[:, :, :, first:last].copy_(kv[:, :, :, first - lo : last - lo])
-                cache.written[first:last] = True
-            missing.append(held - marked)
+            for frame in horizon.held_frames(layer, clock):
+                if frame not in absent:
+                    first, last = cache.slot_span(session, horizon.slot_of(layer, frame))
+                    cache.kv[:, :, :, first:last].copy_(kv[:, :, :, first - lo : last - lo])
+                    cache.written[first:last] = True
+            missing.append({horizon.slot_of(layer, frame) for frame in absent})
         if any(missing):
             self._missing[session] = missing
+
+    def _lacks(self) -> Mapping[str, str]:
+        return {} if self.config.undo_frames else {"rewind": "its config has undo_frames=0, so it keeps no log"}
+
+    def _export_undo(self, rid: str, session: int) -> dict[str, Any] | None:
+        if self._undo is None:
+            return None
+        killed: list[int | None] = []
+        for index, layer in enumerate(self.config.layers):
+            slot, lost = self._aborted_slot(rid, index), self._missing.get(session)
+            if slot is None and lost is not None and horizon.hidden_slot(layer, self._next_clock(rid)) in lost[index]:
+                slot = horizon.hidden_slot(layer, self._next_clock(rid))
+            killed.append(None if slot is None else self._next_clock(rid) - horizon.horizon_frames(layer))
+        return self._undo.export(session, self._table.clock_of(rid), killed)
+
+    def _check_extra(self, state: State) -> None:
+        if self._undo is not None and "undo" in state:
+            self._undo.check(state["undo"], state["clock"])
+
+    def _import_undo(self, session: int, undo: dict[str, Any], clock: int | None) -> None:
+        if self._undo is not None:
+            self._undo.load(session, undo, clock)
+
+    def _rewindable(self, rid: str, session: int) -> int:
+        return 0 if self._undo is None else self._undo.depth(session)
+
+    def _rewind(self, rid: str, session: int, clock: int | None) -> None:
+        assert self._undo is not None
+        missing: list[set[int]] = []
+        for index, (layer, cache) in enumerate(zip(self.config.layers, self.layers, strict=True)):
+            held = {horizon.slot_of(layer, frame): frame for frame in horizon.held_frames(layer, clock)}
+            valid = self._held_slots(rid, index) - {self._aborted_slot(rid, index)}
+            there = {horizon.slot_of(layer, f): f for f in horizon.held_frames(layer, self._table.clock_of(rid))}
+            missing.append(set())
+            for slot in range(layer.ring_buckets):
+                frame = held.get(slot)
+                if frame is not None and slot in valid and there[slot] == frame:
+                    continue
+                saved = None if frame is None else self._undo.find(session, index, frame)
+                if saved is None:
+                    cache.clear_slot(session, slot)
+                    if frame is not None:
+                        missing[-1].add(slot)
+                    continue
+                first, last = cache.slot_span(session, slot)
+                cache.kv[:, :, :, first:last].copy_(saved)
+                cache.written[first:last] = True
+        self._missing.pop(session, None)
+        if any(missing):
+            self._missing[session] = missing
+        self._undo.rewound(session, self._next_clock(rid) - horizon.frame_after(clock), clock)
 
     def _check_storage(self) -> None:
         if self._buffer_addresses() != self._addresses:
@@ -211,6 +300,9 @@ class RingKVManager(LifecycleResource):
                 lo, hi = cache.session_span(session)
                 if flags[session, :-1].any() or cache.kv[:, :, :, lo:hi].any():
                     raise RuntimeError(f"layer {index}: session {session} is free and not empty")
+        for session in set(range(self.num_sessions)) - set(holders.values()) if self._undo is not None else ():
+            if self._undo is not None and not self._undo.is_empty(session):
+                raise RuntimeError(f"the undo log of session {session} is not empty, and the session is free")
 
     def _held_slots(self, rid: str, layer_idx: int) -> set[int]:
         """Slots of a layer that hold a committed frame of ``rid``."""
@@ -224,8 +316,14 @@ class RingKVManager(LifecycleResource):
             return None
         return horizon.hidden_slot(self.config.layers[layer_idx], self._next_clock(rid))
 
+    @property
+    def _undo_bytes(self) -> int:
+        return 0 if self._undo is None else self._undo.nbytes
+
     def _buffer_addresses(self) -> list[int]:
         if self.device.type == "meta":
             return []
-        buffers = [self._staged_sessions, *(t for cache in self.layers for t in (cache.kv, cache.written))]
+        buffers = [self._staging.values, *(t for cache in self.layers for t in (cache.kv, cache.written))]
+        buffers += [] if self._undo is None else self._undo.kv
+        buffers += [] if self._flex is None else self._flex.buffers
         return [buffer.data_ptr() for buffer in buffers]

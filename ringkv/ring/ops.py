@@ -36,16 +36,17 @@ def write_on_host(
     capacity = (ring_frames + 1) * tokens
     if commit:
         commits.add_(1)  # before the write: a write that fails half-way still counts as begun
-    keys, values = kv[0, 0], kv[1, 0]
     for row, (clock, session) in enumerate(zip(frame_pos.tolist(), session_idx.tolist(), strict=True)):
         start = session * capacity
         places = [start + ring_frames * tokens]
         if commit and clock % pinned_dilation == 0:
             places.append(start + (clock // pinned_dilation) % ring_buckets * tokens)
             written[places[1] : places[1] + tokens] = True
+        frame = (k[row], v[row])
         for place in places:
-            keys[:, place : place + tokens].copy_(k[row])
-            values[:, place : place + tokens].copy_(v[row])
+            keys, values = kv.narrow(3, place, tokens).unbind(0)
+            keys.copy_(frame[0])
+            values.copy_(frame[1])
 
 
 def write_on_device(

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from ringkv import horizon, memory
+from ringkv import horizon
 from ringkv.config import CatKVConfig, KVConfig, RingKVLayerConfig
 from ringkv.ordered import OrderedKVManager
 from ringkv.ordered_layer import OrderedLayer, Visible
@@ -51,10 +51,8 @@ class CatLayer(OrderedLayer):
         self._past[session] = self._nothing()
         self.held[session] = 0
 
-    def state_frames(self, clock: int | None) -> tuple[int, int]:
-        return len(horizon.visible_frames(self.geometry, horizon.frame_after(clock))), memory.window_frames(
-            self.geometry
-        )
+    def frames_at(self, clock: int) -> list[int]:
+        return [*horizon.visible_frames(self.geometry, clock), clock]
 
     def history(self, session: int, frames: int) -> torch.Tensor:
         first = (self.held[session] - frames) * self.tokens_per_frame
@@ -72,7 +70,7 @@ class CatLayer(OrderedLayer):
         return self.held[session] + (session in self._pending)
 
     def expected_held(self, clock: int | None) -> set[int]:
-        visible, _ = self.state_frames(clock)  # all that a loaded session has
+        visible = horizon.num_visible(self.geometry, horizon.frame_after(clock))  # all that a loaded session has
         return {visible, len(horizon.held_frames(self.geometry, clock))}
 
     def is_empty(self, session: int) -> bool:
@@ -89,7 +87,6 @@ class CatLayer(OrderedLayer):
 class CatKVManager(OrderedKVManager):
     """One ``CatLayer`` per layer. What many published samplers do: no buffer to manage, a new window in every pass."""
 
-    strategy = "cat"
     config_class = CatKVConfig
     fixed_addresses: ClassVar[bool] = False
     config: CatKVConfig
@@ -97,6 +94,3 @@ class CatKVManager(OrderedKVManager):
 
     def _build_layer(self, layer_idx: int) -> CatLayer:
         return CatLayer(self.config, self.config.layers[layer_idx], self.dtype, self.device)
-
-    def _layer_geometry(self) -> tuple[RingKVLayerConfig, ...]:
-        return self.config.layers

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ringkv import horizon, memory
+from ringkv import horizon
 from ringkv.config import KVConfig, RingKVLayerConfig
 from ringkv.ordered_layer import PlacedLayer, Visible
 
@@ -26,7 +26,7 @@ class ShiftLayer(PlacedLayer):
     def __init__(self, config: KVConfig, geometry: RingKVLayerConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(config, dtype, device)
         self.geometry = geometry
-        self.session_frames = memory.window_frames(geometry)
+        self.session_frames = horizon.window_frames(geometry)
         self.kv = self._zeros(self.num_sessions * self.session_frames)
         self._address = self.kv.data_ptr()
 
@@ -47,16 +47,16 @@ class ShiftLayer(PlacedLayer):
         super().erase(session)
         self._frames(session, 0, self.session_frames).zero_()
 
-    def state_frames(self, clock: int | None) -> tuple[int, int]:
-        # What the next frame sees: whether the shift for it is done makes no difference to a state.
-        return len(horizon.visible_frames(self.geometry, horizon.frame_after(clock))), self.session_frames
+    def frames_at(self, clock: int) -> list[int]:
+        return [*horizon.visible_frames(self.geometry, clock), clock]
 
     def restore(self, session: int, history: torch.Tensor) -> None:
         self.held[session] = history.shape[3] // self.tokens_per_frame
         self._frames(session, 0, self.held[session]).copy_(history)
 
     def expected_held(self, clock: int | None) -> set[int]:
-        shifted, _ = self.state_frames(clock)
+        # A state has what the next frame sees: whether the shift for it is done makes no difference to one.
+        shifted = horizon.num_visible(self.geometry, horizon.frame_after(clock))
         return {shifted, len(horizon.held_frames(self.geometry, clock))}
 
     def is_empty(self, session: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ringkv.config import RingKVLayerConfig, ShiftKVConfig
+from ringkv.config import ShiftKVConfig
 from ringkv.ordered import OrderedKVManager
 from ringkv.shift.layer import ShiftLayer
 
@@ -12,7 +12,6 @@ from ringkv.shift.layer import ShiftLayer
 class ShiftKVManager(OrderedKVManager):
     """One ``ShiftLayer`` per layer. Contiguous and in order, for a copy of the window per frame."""
 
-    strategy = "shift"
     config_class = ShiftKVConfig
     fixed_addresses: ClassVar[bool] = True
     config: ShiftKVConfig
@@ -20,6 +19,3 @@ class ShiftKVManager(OrderedKVManager):
 
     def _build_layer(self, layer_idx: int) -> ShiftLayer:
         return ShiftLayer(self.config, self.config.layers[layer_idx], self.dtype, self.device)
-
-    def _layer_geometry(self) -> tuple[RingKVLayerConfig, ...]:
-        return self.config.layers
