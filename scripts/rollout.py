@@ -2,6 +2,7 @@
 
     python scripts/rollout.py ring_frames=32
     python scripts/rollout.py -m ring_frames=8,16,32
+    python scripts/rollout.py rollout.resume=outputs/2026-01-31/12-00-00-000000
 
 The knobs are in conf/rollout.yaml and scripts/app/schema.py; ``--help`` prints them.
 """
@@ -25,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     from scripts.app.check import effective
     from scripts.app.cli import Job, run
 
-    return run(Job("rollout", effective, _rollout, sweeps=True), argv)
+    return run(Job("rollout", effective, _rollout, sweeps=True, resumes=True), argv)
 
 
 def _rollout(config: RolloutConfig, run_dir: RunDir) -> int:

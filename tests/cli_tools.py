@@ -12,6 +12,7 @@ import pytest
 from scripts.rollout import main
 
 TINY = (
+    "model=tiny",
     "data=synthetic",
     "tracking=disabled",
     "threads=1",
@@ -51,7 +52,7 @@ class _Run:
     def log(self, values, step=None):
         clocks = {key: value for key, value in values.items() if key.startswith("clock/")}
         _note("log", id=self.id, step=step, keys=sorted(values), clocks=clocks)
-        if [self.config["ring_frames"], step] == json.loads(os.environ.get("WANDB_STUB_RAISES", "null")):
+        if [self.config.get("ring_frames"), step] == json.loads(os.environ.get("WANDB_STUB_RAISES", "null")):
             raise RuntimeError("the stub was told to raise here")
 
     def finish(self, exit_code=0):

@@ -193,3 +193,24 @@ def test_a_big_allocation_shows_in_the_peak_after_it_was_given_back():
     block[::4096] = b"\1" * len(block[::4096])
     del block
     assert PeakRss().peak_bytes() > before
+
+
+def test_a_meter_that_goes_on_from_the_steps_of_another_sums_up_as_one_that_timed_them_all():
+    whole = FakeDevice().meter(warmup=2)
+    device = FakeDevice()
+    first, second = device.meter(warmup=2), device.meter(warmup=2)
+    steps = [(10.0, 0, False), (20.0, 2, True), (30.0, 2, True), (40.0, 2, False), (50.0, 2, False)]
+    for meter in (whole, first):
+        clock = meter._clock.__self__
+        meter.mark_start()
+        for ms, frames, warmup in steps[: 3 if meter is first else 5]:
+            meter.start()
+            clock.now_s += ms / 1000
+            assert meter.stop(frames=frames).warmup is warmup
+    second.restore(steps[:3], first.first_frame_ms)
+    for ms, frames, _ in steps[3:]:
+        second.start()
+        device.now_s += ms / 1000
+        second.stop(frames=frames)
+    assert second.summary() == pytest.approx(whole.summary())
+    assert second.summary()["latency/first_frame_ms"] == pytest.approx(30.0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,7 +19,8 @@ import pytest
 import torch
 from omegaconf import MISSING, OmegaConf
 
-from ringkv.harness import records
+from ringkv.harness import columns, records
+from ringkv.harness.frames import frame_checksum, psnr_db
 from ringkv.harness.records import FRAME_COLUMNS, RunDir, dumps_strict, read_frames, read_summary, to_plain
 
 
@@ -33,6 +36,8 @@ def frame_row(step: int, **changes: Any) -> dict[str, Any]:
         "kv_bytes": 512,
         "kv_in_use_bytes": 256,
         "rss_bytes": 1000,
+        "checksums": ["00" * 8, "ff" * 8],
+        "psnr_db": [20.5, None],
     }
     return row | changes
 
@@ -351,3 +356,145 @@ def test_a_run_that_ended_in_the_middle_has_no_summary(tmp_path: Path):
     with RunDir.create(tmp_path / "run") as run:
         run.write_config({})
     assert not (run.path / records.SUMMARY_FILE).exists()
+
+
+# -- an unfinished run, opened again --------------------------------------------------------------------------------
+
+
+def unfinished(path: Path, rows: int = 2) -> Path:
+    with RunDir.create(path) as run:
+        run.write_config({"ring_frames": 32})
+        for step in range(rows):
+            run.write_frame(frame_row(step))
+        run.write_summary({}, error=RuntimeError("stopped"))
+    return path
+
+
+def test_a_reopened_run_is_as_it_was_until_it_is_continued_and_takes_rows_after_its_last_whole_line(tmp_path: Path):
+    path = unfinished(tmp_path / "run")
+    with open(path / records.FRAMES_FILE, "ab") as file:
+        file.write(b'{"step": 2, "ph')
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    with RunDir.reopen(path) as run:
+        assert run.resumes
+        assert not run.begun
+        assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+        run.continue_run()
+        assert not (path / records.SUMMARY_FILE).exists()
+        run.write_frame(frame_row(2))
+        run.flush_frames()
+    rows, incomplete = read_frames(path)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert not incomplete
+    assert (path / records.FRAMES_FILE).read_bytes().startswith(before[records.FRAMES_FILE][:-15])
+
+
+def test_a_refusal_after_reopening_leaves_the_old_summary(tmp_path: Path):
+    path = unfinished(tmp_path / "run")
+    summary = (path / records.SUMMARY_FILE).read_bytes()
+    with pytest.raises(ValueError, match="other weights"), RunDir.reopen(path):
+        raise ValueError("other weights")
+    assert (path / records.SUMMARY_FILE).read_bytes() == summary
+
+
+def test_only_one_holds_a_run_at_a_time_and_a_closed_one_is_free(tmp_path: Path):
+    path = tmp_path / "run"
+    with RunDir.create(path) as run:
+        run.write_config({})
+        for _ in range(2):
+            with pytest.raises(ValueError, match="a living process is running it"):
+                RunDir.reopen(path)
+        assert not records.can_resume(path)
+    assert records.can_resume(path)
+    with RunDir.reopen(path), pytest.raises(ValueError, match="a living process is running it"):
+        RunDir.reopen(path)
+    RunDir.reopen(path).close()
+
+
+def test_the_lock_of_a_killed_process_is_free_and_its_last_line_is_cut(tmp_path: Path):
+    code = f"""
+import os, signal
+from ringkv.harness.records import RunDir
+run = RunDir.create({str(tmp_path / "run")!r})
+run.write_config({{}})
+os.write(run._frames_fd, b'{{"step": 0}}\\n{{"st')
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
+    with RunDir.reopen(tmp_path / "run") as run:
+        run.continue_run()
+    assert read_frames(tmp_path / "run") == ([{"step": 0}], False)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({records.SUMMARY_FILE: '{"status": "ok"}'}, "this run is finished"),
+        ({records.CONFIG_FILE: "{}"}, "of version 0, without checksums"),
+        ({records.CONFIG_FILE: '{"record/version": 2}'}, "of version 2; this release reads up to 1"),
+        ({records.CONFIG_FILE: '{"record/version": true}'}, "expected an integer >= 0"),
+        ({records.CONFIG_FILE: None}, "config.json missing"),
+        ({records.FRAMES_FILE: None}, "frames.jsonl missing"),
+    ],
+    ids=["finished", "old", "later", "no-version", "no-config", "no-frames"],
+)
+def test_what_cannot_go_on_is_refused_in_one_line_and_not_held(tmp_path: Path, change: dict[str, Any], says: str):
+    path = unfinished(tmp_path / "run")
+    for name, text in change.items():
+        (path / name).unlink() if text is None else (path / name).write_text(text)
+    assert not records.can_resume(path)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=says) as caught:
+            RunDir.reopen(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_config_and_summary_carry_the_version_and_the_config_reads_back_without_it(tmp_path: Path):
+    path = unfinished(tmp_path / "run")
+    assert strict((path / records.CONFIG_FILE).read_text())["record/version"] == records.RECORD_VERSION == 1
+    assert records.read_config(path) == {"ring_frames": 32}
+    assert records.read_version(path) == read_summary(path)["record/version"] == 1
+    (path / records.CONFIG_FILE).write_text('{"ring_frames": 32}')
+    assert records.read_version(path) == 0
+
+
+def test_rows_of_an_older_version_load_and_what_they_lack_is_known_by_name(tmp_path: Path):
+    old = {key: value for key, value in frame_row(0).items() if key not in ("checksums", "psnr_db")}
+    (tmp_path / records.FRAMES_FILE).write_text(json.dumps(old) + "\n")
+    (row,) = read_frames(tmp_path).rows
+    assert row["step"] == 0
+    assert columns.missing_columns(FRAME_COLUMNS, 0) == ["checksums", "psnr_db"]
+    assert FRAME_COLUMNS.keys() - row.keys() == {"checksums", "psnr_db"}
+    assert columns.missing_columns(FRAME_COLUMNS, 1) == []
+
+
+def test_segments_are_a_strict_list_and_none_where_there_is_no_file(tmp_path: Path):
+    with RunDir.create(tmp_path) as run:
+        assert records.read_segments(tmp_path) == []
+        run.write_segments([{"segment": 0}, {"segment": 1}])
+    assert records.read_segments(tmp_path) == [{"segment": 0}, {"segment": 1}]
+    (tmp_path / records.SEGMENTS_FILE).write_text("{}")
+    with pytest.raises(ValueError, match="expected a JSON list"):
+        records.read_segments(tmp_path)
+
+
+# -- pixels ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_checksum_of_a_frame_is_the_blake2b_of_its_bytes_row_by_row_whatever_its_strides():
+    frame = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    expected = hashlib.blake2b(bytes(range(24)), digest_size=8).hexdigest()
+    assert frame_checksum(frame) == frame_checksum(np.asfortranarray(frame)) == expected
+    frame[1, 3, 2] ^= 1
+    assert frame_checksum(frame) != expected
+
+
+def test_psnr_is_in_decibels_of_eight_bits_and_null_between_equal_frames():
+    black, grey, white = (np.full((2, 2, 3), value, np.uint8) for value in (0, 51, 255))
+    assert psnr_db(white, black) == 0.0
+    assert psnr_db(black, grey) == pytest.approx(10 * math.log10(25))  # an error of a fifth of the peak
+    assert psnr_db(grey, black) == psnr_db(black, grey)
+    assert psnr_db(grey, grey) is None
+    off_by_one = grey.copy()
+    off_by_one[0, 0, 0] += 1
+    assert psnr_db(off_by_one, grey) == pytest.approx(10 * math.log10(255**2 * 12))

@@ -130,6 +130,20 @@ def test_media_without_any_logged_step_goes_to_step_0_and_nothing_is_logged_with
     assert stub.runs[0].logs == [(0, {"strip": ("image", "strip.png")})]
 
 
+def test_a_later_segment_logs_only_steps_above_those_of_the_earlier_one_and_its_media_at_the_last(tmp_path: Path):
+    stub = RecordingWandb()
+    tracker = start_tracker(
+        "offline", project="p", group="g", name="n", config={}, directory=tmp_path, last_step=6, wandb_module=stub
+    )
+    with pytest.raises(ValueError, match="step 6: expected a step above 6"):
+        tracker.log_frame(frame_row(6))
+    tracker.media(image="strip.png")
+    tracker.log_frame(frame_row(7))
+    assert [step for step, _ in stub.runs[0].logs] == [6, 7]
+    assert tracker.run_id == stub.runs[0].options["id"]
+    assert start(stub, tmp_path, "disabled").run_id is None
+
+
 def test_the_config_arrives_as_plain_containers(tmp_path: Path):
     stub = RecordingWandb()
     config = OmegaConf.create(

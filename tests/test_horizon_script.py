@@ -109,7 +109,7 @@ def _map_box(pixels: np.ndarray) -> tuple[int, int, int, int]:
         ("ring_frames=8,16", "ring_frames=8,16: expected an integer >= 1"),
         ("dilation=0", "dilation=0: expected an integer >= 1"),
         ("ring_buckets=99", "ring_buckets=99: expected at most ring_frames=32"),
-        ("model=huge", "model=huge: expected one of small, tiny, waypoint_360p, waypoint_720p"),
+        ("model=huge", "model=huge: expected one of freeway, pong, recall, small, tiny, waypoint_360p, waypoint_720p"),
         ("png=map.pdf", "png=map.pdf: expected a path that ends in .png"),
         ("png=text/map.png", "png=text/map.png: cannot be written"),
     ],

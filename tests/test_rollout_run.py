@@ -68,6 +68,7 @@ def test_a_run_leaves_its_config_its_frames_its_summary_a_video_and_pictures(
         "frames.jsonl",
         "frames.png",
         "rollout.mp4",
+        "segments.json",
         "strip.png",
         "summary.json",
     ]
@@ -279,7 +280,7 @@ def test_without_wandb_or_with_tracking_disabled_a_run_has_the_same_local_record
     for run in (without, off):
         assert [row["clocks"] for row in read_frames(run).rows] == [[frame] for frame in range(6)]
         assert sorted(path.name for path in run.iterdir() if path.suffix) == sorted(
-            ["config.json", "frames.jsonl", "frames.png", "rollout.mp4", "strip.png", "summary.json"]
+            ["config.json", "frames.jsonl", "frames.png", "rollout.mp4", "segments.json", "strip.png", "summary.json"]
         )
     assert read_summary(without).keys() == read_summary(off).keys()
 

@@ -14,9 +14,11 @@ from model.data import Clip, frames_to_model, load_clip
 from model.transformer import FrameTransformer, compile_regions
 from ringkv import AttentionResource, EngineResourceInfo, KVConfig, KVSpec, StepRunner
 from ringkv.config import WindowedKVConfig
+from ringkv.graphs import CapturableModel, CapturedSteps
 from ringkv.recompute import RecomputeRunner
 from ringkv.runner import FrameModel, RolloutRequest
 from scripts.app.schema import JobKnobs, RolloutConfig
+from scripts.app.strategies import STRATEGIES
 
 _MAY_DIFFER = ("ring_frames", "ring_buckets", "dilation", "context_frames")
 """Knobs that a checkpoint may name as those of its training, and that serving may set otherwise."""
@@ -76,9 +78,12 @@ def rollout_requests(config: JobKnobs, clips: list[Clip], num_frames: int, prefi
 def build_weights(config: JobKnobs, geometry: ModelConfig) -> Weights:
     """The model on its device and in its dtype, with the weights that ``checkpoint`` names."""
     dtype = torch_dtype(config.dtype)
-    path = find_shipped(geometry) if config.checkpoint == "auto" else config.checkpoint and Path(config.checkpoint)
+    if config.checkpoint == "auto":
+        path = find_shipped(geometry, config.data.name)
+    else:
+        path = Path(config.checkpoint) if config.checkpoint else None
     trained_with: dict[str, Any] = {}
-    if path:
+    if path is not None:
         metadata = read_metadata(path)
         trained_with = metadata["config"] | metadata["extra"]
         model = load_checkpoint(path, geometry, dtype)
@@ -88,15 +93,20 @@ def build_weights(config: JobKnobs, geometry: ModelConfig) -> Weights:
     model = model.to(device=config.device, dtype=dtype).eval()
     if config.compile:
         compile_regions(model)
-    return Weights(model, path or None, trained_with)
+    return Weights(model, path, trained_with)
 
 
 def resource_info(config: RolloutConfig, attention: str | None = None) -> EngineResourceInfo:
-    """Where the cache lives and how it is read; ``attention`` None: as the config says."""
+    """Where the cache lives and how it is read; ``attention`` None: as the config says.
+
+    There ``auto`` is the read that a CUDA graph can hold, where one is to be captured.
+    """
     assert config.kv_dtype is not None
-    return EngineResourceInfo(
-        device=config.device, kv_dtype=torch_dtype(config.kv_dtype), attention=attention or config.attention
-    )
+    attention = attention or config.attention
+    captures = config.compile and config.device.startswith("cuda")
+    if attention == "auto" and captures and "flex" in STRATEGIES[config.kv.strategy].reads:
+        attention = "flex"
+    return EngineResourceInfo(device=config.device, kv_dtype=torch_dtype(config.kv_dtype), attention=attention)
 
 
 def build_resource(kv_config: KVConfig, info: EngineResourceInfo) -> AttentionResource:
@@ -106,13 +116,26 @@ def build_resource(kv_config: KVConfig, info: EngineResourceInfo) -> AttentionRe
 
 
 def build_runner(
-    strategy: str, kv_config: KVConfig, info: EngineResourceInfo, model: FrameModel
+    strategy: str,
+    kv_config: KVConfig,
+    info: EngineResourceInfo,
+    model: FrameModel,
+    *,
+    compiled: CapturableModel | None = None,
 ) -> StepRunner | RecomputeRunner:
-    """What drives the rollouts, with the cache in it; recomputation keeps none."""
+    """What drives the rollouts, with the cache in it; recomputation keeps none.
+
+    compiled: ``model`` again, if it is compiled: its steps are then run in batch buckets, and captured on a GPU if the
+    read allows it. They are not warmed up.
+    """
     if strategy in ("recompute_all", "recompute_window"):
         assert isinstance(kv_config, WindowedKVConfig)
         return RecomputeRunner(kv_config, info, model, window=strategy == "recompute_window")
-    return StepRunner(build_resource(kv_config, info), model)
+    resource = build_resource(kv_config, info)
+    captured = None
+    if compiled is not None and (resource.device.type != "cuda" or resource.reads_in_graph):
+        captured = CapturedSteps(resource, compiled, resource.num_sessions)
+    return StepRunner(resource, model, captured)
 
 
 def kv_held(runner: StepRunner | RecomputeRunner) -> tuple[int, int]:
@@ -131,14 +154,24 @@ def sessions_held(runner: StepRunner | RecomputeRunner) -> int:
 
 
 def differences_from_training(config: JobKnobs, weights: Weights) -> list[str]:
-    """Where serving differs from what the checkpoint says of its training, a line each. Allowed, but to be told."""
+    """Where serving differs from what the checkpoint says of its training, a line each. Allowed, but to be told.
+
+    Two numbers there are the ends of what was drawn. The dilation of a model without global layers is no difference.
+    """
+    model = weights.model.config
     serving = {name: getattr(config, name) for name in _MAY_DIFFER}
-    serving |= {name: getattr(weights.model.config, name) for name in ("global_period", "sigmas")}
+    serving |= {name: getattr(model, name) for name in ("global_period", "sigmas")}
+    if max(model.layer_dilations(config.dilation)) == 1:
+        serving["dilation"] = 1
     lines = []
     for name, value in serving.items():
         if name not in weights.trained_with:
             continue
         trained = weights.trained_with[name]
-        if (list(value) if isinstance(value, tuple) else value) != trained:
+        if name in _MAY_DIFFER and isinstance(trained, list):
+            low, high = trained
+            if not low <= value <= high:
+                lines.append(f"{name}={value}: the weights were trained with {low} to {high}")
+        elif (list(value) if isinstance(value, tuple) else value) != trained:
             lines.append(f"{name}={value}: the weights were trained with {trained}")
     return lines

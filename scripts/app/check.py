@@ -32,9 +32,7 @@ MAX_SEED = 2**63 - 1
 GIB = 1024.0**3
 
 
-def effective(
-    config: RolloutConfig, *, budget_bytes: float = math.inf, on_this_machine: bool = True
-) -> RolloutConfig:
+def effective(config: RolloutConfig, *, budget_bytes: float = math.inf, on_this_machine: bool = True) -> RolloutConfig:
     """A copy of ``config`` that says what it means: nulls replaced by the values they stand for, paths made absolute.
 
     budget_bytes: of KV, at which the run will be ended, so that it need not fit beyond them. on_this_machine: False for
@@ -102,6 +100,9 @@ def _check_counts(config: RolloutConfig) -> None:
         ("num_frames", config.num_frames, 1, None),
         ("context_frames", config.context_frames, 0, None),
         ("warmup", config.warmup, 0, None),
+        ("snapshot_every", config.snapshot_every, 0, None),
+        ("repeats", config.repeats, 1, None),
+        ("repeat", config.repeat, 0, None),
         ("seed", config.seed, 0, MAX_SEED),
         ("threads", config.threads, 1, cores),
     ):

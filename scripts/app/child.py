@@ -1,7 +1,8 @@
 """The child's side of a sweep: ``python -m scripts.app.child`` runs the one rollout that it is told on standard input.
 
-A line of JSON, ``{"config", "run_dir", "name"}``, comes first. The input then stays open; its end means that the parent
-is gone, and this process goes too.
+A line of JSON, ``{"config", "run_dir", "name", "continues"}``, comes first; ``continues`` for a run that was
+interrupted in that folder and goes on there. The input then stays open; its end means that the parent is gone, and this
+process goes too.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def main() -> int:
     node = OmegaConf.structured(RolloutConfig)
     node.merge_with(request["config"])
     config = typed(node)
-    run_dir = RunDir.create(Path(request["run_dir"]))
+    claim = RunDir.reopen if request["continues"] else RunDir.create
+    run_dir = claim(Path(request["run_dir"]))
     from scripts.app.job import run_rollout
 
     return run_rollout(config, run_dir, name=request["name"], group=config.tracking.group)

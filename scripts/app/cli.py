@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +24,10 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from ringkv.harness.records import RunDir
-from scripts.app import schema, supervise
+from scripts.app import resume, schema
 from scripts.app.compose import CONF_DIR, VERSION_BASE, compose_all, explain
 from scripts.app.errors import BadInput
+from scripts.app.sweep import run_sweep
 
 OK, FAILED, REFUSED = 0, 1, 2
 
@@ -35,13 +37,15 @@ class Job:
     """What one of the scripts does.
 
     config_name: of its file in conf/. check: the composed config as it is meant, or ``BadInput``; imports no torch.
-    run: carry out a checked config in a claimed folder; the exit code. sweeps: whether ``-m`` is allowed.
+    run: carry out a checked config in a claimed folder; the exit code. sweeps: whether ``-m`` is allowed. resumes:
+    whether ``rollout.resume`` is.
     """
 
     config_name: str
     check: Callable[[Any], Any]
     run: Callable[[Any, RunDir], int]
     sweeps: bool = False
+    resumes: bool = False
 
 
 def run(job: Job, argv: Sequence[str]) -> int:
@@ -55,9 +59,11 @@ def run(job: Job, argv: Sequence[str]) -> int:
             return _through_hydra(config_name, argv, _no_job)
         if composed.multirun and not job.sweeps:
             raise BadInput(f"-m: {config_name} has no sweeps; expected a single run")
-        if composed.multirun:
-            _refuse_used(Path(composed.master.hydra.sweep.dir))
-            return _through_hydra(config_name, argv, supervise.run_point, folder="hydra.sweep.dir")
+        if job.resumes and resume.wanted(composed):
+            return resume.resume(composed, arguments.overrides, job.run)
+        if job.sweeps and (composed.multirun or composed.master.sweep.dry_run or composed.master.sweep.resume):
+            launch = functools.partial(_through_hydra, config_name, folder="hydra.sweep.dir")
+            return run_sweep(composed, arguments.overrides, launch)
         config = job.check(composed.points[0])
         codes: list[int] = []
         left_with = _through_hydra(config_name, argv, lambda _: codes.append(_run_here(job, config)))
@@ -79,12 +85,6 @@ def _run_here(job: Job, config: Any) -> int:
         print(f"error: hydra.run.dir={str(error).removeprefix('run directory ')}", file=sys.stderr)
         return REFUSED
     return job.run(config, run_dir)
-
-
-def _refuse_used(sweep_dir: Path) -> None:
-    """A sweep never shares its folder: the points of two sweeps have the same names."""
-    if sweep_dir.exists() and (not sweep_dir.is_dir() or any(sweep_dir.iterdir())):
-        raise BadInput(f"hydra.sweep.dir={sweep_dir}: already holds something; expected a new or empty path")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -69,6 +69,10 @@ class SideBySide:
         """Of ``canonical``."""
         return self.canonical.session_of(rid)
 
+    def is_parked(self, rid: str) -> bool:
+        """Of ``canonical``; nothing here parks."""
+        return self.canonical.is_parked(rid)
+
     @property
     def num_free_sessions(self) -> int:
         """Of ``canonical``."""

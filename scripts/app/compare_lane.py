@@ -10,11 +10,12 @@ from typing import Any, Literal
 import torch
 
 from model.config import ModelConfig
-from model.data import Clip
+from model.data import Clip, frames_to_uint8
 from model.sampler import FrameSampler
 from ringkv import StepRunner
 from ringkv.harness.meters import FrameMeter, PeakRss
 from ringkv.harness.records import RunDir, error_line
+from ringkv.harness.video import Pixels
 from ringkv.recompute import RecomputeRunner
 from ringkv.runner import StepRefused
 from scripts.app import build
@@ -63,6 +64,7 @@ class Lane:
     def __post_init__(self) -> None:
         self._runner: StepRunner | RecomputeRunner | None = None
         self._rss = PeakRss()
+        self._truths: dict[str, Pixels] = {}
         self.meter = FrameMeter(synchronizer(self.config.device), warmup=0, target_fps=self.config.target_fps)
 
     @property
@@ -87,7 +89,11 @@ class Lane:
         try:
             self._require_budget(0)
             self._runner = build.build_runner(
-                config.kv.strategy, kv_config(config, self.geometry), build.resource_info(config), model
+                config.kv.strategy,
+                kv_config(config, self.geometry),
+                build.resource_info(config),
+                model,
+                compiled=model if config.compile else None,
             )
         except Exception as error:
             self.end(error)
@@ -95,7 +101,8 @@ class Lane:
         if config.warmup:
             frames = min(config.num_frames, config.warmup + bool(config.context_frames))
             self._warm_up(clips, frames)
-        for request in build.rollout_requests(config, clips, config.num_frames):
+        for request, clip in zip(build.rollout_requests(config, clips, config.num_frames), clips, strict=True):
+            self._truths[request.rid] = clip.frames
             self._runner.submit(request)
         self.meter.mark_start()
 
@@ -116,7 +123,12 @@ class Lane:
                 self.end(next(iter(self._runner.failed.values())))
                 return
             timed = self.meter.stop(frames=sum(result.phase == "generated" for result in results))
-            row = frame_row(self.made, results, self._runner, self._rss)
+            try:
+                images = frames_to_uint8(torch.stack([result.image for result in results]))
+            except ValueError as error:  # not finite
+                self.end(error)
+                return
+            row = frame_row(self.made, results, images, self._truths, self._runner, self._rss)
             self.rows.append(row | {"latency_ms": timed.ms, "warmup": timed.warmup})
             self.run_dir.write_frame(self.rows[-1])
 

@@ -8,13 +8,13 @@ from model.config import ModelConfig, preset
 from model.data.names import game_actions
 from ringkv.config import RingKVLayerConfig
 from scripts.app.errors import BadInput
-from scripts.app.schema import JobKnobs
+from scripts.app.schema import JobKnobs, TrainConfig
 
 MODEL_KNOBS = ("d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_ratio")
 FRAME_KNOBS = ("channels", "height", "width")
 
 
-def model_config(config: JobKnobs) -> ModelConfig:
+def model_config(config: JobKnobs | TrainConfig) -> ModelConfig:
     """The preset with the changes that were asked for; frame and actions follow the data.
 
     ``BadInput`` names the knob where the geometry does not work out.

@@ -17,6 +17,7 @@ from rich.console import Console
 from model.config import preset
 from ringkv.config import RingKVLayerConfig
 from ringkv.harness.horizon_map import horizon_map, horizon_png, render_horizon
+from ringkv.harness.records import dumps_strict, replace_text
 from scripts.app.compose import CONF_DIR, VERSION_BASE, explain
 from scripts.app.errors import BadInput
 from scripts.app.schema import DataKnobs, ModelKnobs, RolloutConfig
@@ -42,6 +43,9 @@ class HorizonConfig:
 INTEGERS = {"frame": 0, "ring_frames": 1, "ring_buckets": 1, "dilation": 1, "global_period": 1}
 """The lowest value of each knob that is an integer."""
 
+DATA_SUFFIX = ".horizon.json"
+"""Beside the picture: title, frame and per layer index, dilation and visible ages, for scripts/report.py."""
+
 KNOBS = tuple(each.name for each in dataclasses.fields(HorizonConfig) if each.name != "data")
 
 
@@ -58,6 +62,9 @@ def draw(argv: Sequence[str]) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         horizon_png(path, rows, title)
+        replace_text(
+            path.with_suffix(DATA_SUFFIX), dumps_strict({"title": title, "frame": config.frame, "layers": rows})
+        )
     except OSError as error:
         raise BadInput(f"png={config.png}: cannot be written ({error.strerror}); expected a path for a file") from error
     console = Console(highlight=False)

@@ -14,6 +14,7 @@ from ringkv.harness.plots import frames_png, strip_png
 from ringkv.harness.records import PLOT_FILE, STRIP_FILE, SUMMARY_FILE, VIDEO_FILE
 from ringkv.harness.tables import format_value, print_summary
 from ringkv.harness.video import SessionFrames, compose_grid, write_mp4
+from scripts.app.restart import Restart
 from scripts.app.rollout import Rollout
 from scripts.app.schema import RolloutConfig
 
@@ -42,12 +43,30 @@ def print_header(console: Console, model: ModelConfig, config: RolloutConfig, fa
     ):
         console.print(line, markup=False)
     if facts["model/weights"] == "random":
-        why = "checkpoint=null" if config.checkpoint is None else "no shipped checkpoint fits this geometry"
+        why = (
+            "checkpoint=null"
+            if config.checkpoint is None
+            else f"none that ships fits this geometry and data={config.data.name}"
+        )
         console.print(f"weights random ({why}): the generated frames are noise", style="yellow", markup=False)
     else:
         console.print(f"weights {facts['model/weights']}", markup=False)
     for line in facts["model/differs_from_training"]:
         console.print(f"        {line}", style="yellow", markup=False)
+
+
+def print_restart(console: Console, restart: Restart, facts: Mapping[str, Any]) -> None:
+    """Say where a resumed run goes on, and what it ran before if that was other code."""
+    if not restart.segments:
+        return
+    again = len(restart.rows) - restart.from_step
+    where = f"from frame {restart.from_step}" if restart.snapshot else "from frame 0, as it has no snapshot"
+    console.print(
+        f"resumed {where}; {again} logged {'frame is' if again == 1 else 'frames are'} made again and compared",
+        markup=False,
+    )
+    if restart.segments[-1]["source_hash"] != facts["machine"]["source_hash"]:
+        console.print("        the source files are not those that it ran before", style="yellow", markup=False)
 
 
 def write_media(rollout: Rollout, folder: Path) -> None:

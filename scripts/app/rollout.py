@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +13,20 @@ from model.config import ModelConfig
 from model.data import Clip
 from model.sampler import FrameSampler
 from ringkv import StepRunner
+from ringkv.harness.video import Pixels
 from ringkv.recompute import RecomputeRunner
 from scripts.app import build
 from scripts.app.geometry import model_config
 from scripts.app.schema import RolloutConfig
 from scripts.app.strategies import kv_config
+
+
+class _Frozen(FrameSampler):
+    """Over weights that stay as they are while the rollout lasts: their name, a hash of them all, is computed once."""
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return super().fingerprint
 
 
 @dataclass
@@ -31,6 +41,11 @@ class Rollout:
     frames: dict[str, list[np.ndarray]]
     rows: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def truths(self) -> dict[str, Pixels]:
+        """Per session the recorded frames, uint8 [N, H, W, C]."""
+        return {name: clip.frames for name, clip in zip(self.frames, self.clips, strict=True)}
+
     @classmethod
     def set_up(cls, config: RolloutConfig) -> Rollout:
         """Load and build everything, deterministically from the seed. ``ValueError`` for input that turns out unfit."""
@@ -40,8 +55,13 @@ class Rollout:
         geometry = model_config(config)
         clips = build.load_clips(config, geometry)
         weights = build.build_weights(config, geometry)
+        sampler = _Frozen(weights.model)
         runner = build.build_runner(
-            config.kv.strategy, kv_config(config, geometry), build.resource_info(config), FrameSampler(weights.model)
+            config.kv.strategy,
+            kv_config(config, geometry),
+            build.resource_info(config),
+            sampler,
+            compiled=sampler if config.compile else None,
         )
         names = [f"session-{index}" for index in range(config.num_sessions)]
         return cls(config, geometry, clips, weights, runner, {name: [] for name in names})

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from model.config import ModelConfig
-from ringkv import memory
+from ringkv import horizon, memory
+from ringkv.buckets import needs_padding
 from ringkv.config import (
     CatKVConfig,
     FullKVConfig,
@@ -26,7 +27,7 @@ PAGE_TOKENS = 16
 POOL_KNOBS = ("page_tokens", "num_pages", "max_frames")
 
 IN_ORDER = ("auto", "canonical", "sdpa")
-RING_READS = (*IN_ORDER, "segments")
+RING_READS = (*IN_ORDER, "segments", "flex")
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ def _shared(config: RolloutConfig, model: ModelConfig) -> dict[str, Any]:
         "num_qo_heads": model.num_heads,
         "tokens_per_frame": model.tokens_per_frame,
         "num_sessions": config.num_sessions,
+        "padding_session": config.compile and needs_padding(config.num_sessions),
     }
 
 
@@ -135,7 +137,8 @@ def _session_bytes(config: RolloutConfig, model: ModelConfig) -> int:
     assert config.kv_dtype is not None
     geometry = kv_config(config, model)
     assert isinstance(geometry, RingKVConfig | ShiftKVConfig | CatKVConfig | FullKVConfig)
-    return config.num_sessions * memory.session_bytes_at(geometry, config.kv_dtype, config.num_frames)
+    sessions = config.num_sessions * memory.session_bytes_at(geometry, config.kv_dtype, config.num_frames)
+    return sessions + memory.padding_bytes(geometry, config.kv_dtype)
 
 
 def _paged_bytes(config: RolloutConfig, model: ModelConfig) -> int:
@@ -168,7 +171,7 @@ def _replay_bytes(config: RolloutConfig, model: ModelConfig) -> int:
     geometry = _windowed(WindowedKVConfig)(config, model)
     held = [config.num_frames] * model.num_layers
     if config.kv.strategy == "recompute_window":
-        held = [min(config.num_frames, memory.window_frames(layer)) for layer in ring_layers(config, model)]
+        held = [min(config.num_frames, horizon.window_frames(layer)) for layer in ring_layers(config, model)]
     frames = sum(memory.doubled_frames(count) for count in held)
     return config.num_sessions * frames * memory.frame_bytes(geometry, config.kv_dtype)
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 COLORS = {
-    "ring": "#d62728",
-    "ring_uncompacted": "#e58606",
-    "paged_windowed": "#2a9d55",
-    "shift": "#8f63c9",
-    "cat": "#b0703c",
-    "full_windowed": "#c95fa8",
-    "full": "#3d7fd6",
-    "full_static": "#1d9fb5",
-    "paged": "#7d8a1e",
-    "hf_sliding": "#777777",
-    "recompute_all": "#5f8a8b",
-    "recompute_window": "#a2565f",
+    "ring": "#0077cc",
+    "ring_uncompacted": "#bbaaff",
+    "paged_windowed": "#ff9900",
+    "shift": "#775588",
+    "cat": "#dd8888",
+    "full_windowed": "#ddaa66",
+    "full": "#994455",
+    "full_static": "#aa5533",
+    "paged": "#cc6611",
+    "hf_sliding": "#ccaacc",
+    "recompute_all": "#7711ff",
+    "recompute_window": "#7766ff",
 }
-"""Of middling lightness, to be read on white and on black."""
+"""Of middling lightness, to be read on white and on black; any two differ by CIE76 20 to red-green blindness too."""

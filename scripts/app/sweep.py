@@ -1,23 +1,32 @@
-"""What a sweep leaves behind: sweep.json with a row per point, and a table. A Hydra callback."""
+"""A sweep as a whole: its folder, what it keeps of an earlier attempt, and what it shows at the end. No torch."""
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.utils import JobReturn
-from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ringkv.harness.records import dumps_strict, replace_text
 from ringkv.harness.tables import format_value
+from scripts.app.compose import Composed
+from scripts.app.errors import BadInput
+from scripts.app.sweep_dry import show_points
+from scripts.app.sweep_point import Sweep, run_point
+from scripts.app.sweep_record import SWEEP_FILE, begin, finish, held, read_rows
 
-SWEEP_FILE = "sweep.json"
+OK, FAILED = 0, 1
+
+JOBLIB_DEFAULTS = ("hydra.launcher.n_jobs=2", "hydra.launcher.batch_size=1")
+"""In place of a process per core, each with ``threads`` threads, and of points that wait for others of their batch."""
+
+Task = Callable[[DictConfig], Any]
+
 _SHOWN = (
     ("throughput/frames_per_s", "frames/s"),
     ("latency/frame_ms_p50", "p50"),
@@ -25,61 +34,100 @@ _SHOWN = (
 )
 
 
-class SweepReport(Callback):
-    """Collects the rows that ``supervise.run_point`` returns; exits 1 at the end if a point failed.
+def run_sweep(composed: Composed, overrides: Sequence[str], launch: Callable[[Sequence[str], Task], int]) -> int:
+    """Run the points, or list them where a dry run is asked for; the exit code.
 
-    sweep.json is ``{"finished", "counts", "rows"}``, rewritten as a whole after every point, so that a sweep that is
-    interrupted keeps what it did, with ``finished`` false.
+    overrides: those of the command line. launch: hands a command line and a task function to Hydra; an exit code.
     """
+    resume, dry_run = composed.master.sweep.resume, composed.master.sweep.dry_run
+    if resume is not None and not composed.multirun:
+        raise BadInput(f"sweep.resume={resume}: a sweep needs -m; expected the command of that sweep")
+    shown, rows = _folder(composed.master, overrides)
+    folder = shown.absolute()
+    if dry_run:
+        return show_points(composed.points, rows, folder)
+    rows = {job: row for job, row in rows.items() if job < len(composed.points)}
+    note = _note(composed.master)
+    with _kept_for_this(folder, f"sweep.resume={resume}" if resume else f"hydra.sweep.dir={shown}"):
+        launcher = composed.master.hydra.runtime.choices["hydra/launcher"]
+        begin(folder, launcher=launcher, note=note, rows=rows)
+        if note is not None:
+            print(f"note    {note}")
+        sweep = Sweep.here(folder, resumes=resume is not None, seeks=composed.searched)
+        defaults = JOBLIB_DEFAULTS if launcher == "joblib" else ()
+        own = [*defaults, *composed.added, *overrides, f"hydra.sweep.dir={_quoted(str(folder))}"]
+        code = launch(["--multirun", *own], functools.partial(run_point, sweep=sweep))
+        if code != OK:
+            return code
+        return _show(finish(folder), shown / SWEEP_FILE)
 
-    def __init__(self) -> None:
-        self._rows: list[dict[str, Any]] = []
-        self._console = Console()
 
-    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Add the row of a point. A single run has none."""
-        row = job_return.return_value
-        if not isinstance(row, dict):
-            return
-        self._rows.append(row)
-        outcome = row["status"] if row["error"] is None else f"{row['status']}: {row['error']}"
-        self._say(f"[{row['job']}] {' '.join(row['overrides'])}: {outcome}")
-        self._write(Path(config.hydra.sweep.dir), finished=False)
+def _folder(master: DictConfig, overrides: Sequence[str]) -> tuple[Path, dict[int, dict[str, Any]]]:
+    """The folder of the sweep, as it was given, and what an earlier attempt in it has, by job."""
+    resume = master.sweep.resume
+    if resume is None:
+        folder = Path(master.hydra.sweep.dir)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            # The points of two sweeps have the same names.
+            raise BadInput(f"hydra.sweep.dir={folder}: already holds something; expected a new or empty path")
+        return folder, {}
+    if any(override.startswith("hydra.sweep.dir=") for override in overrides):
+        raise BadInput(
+            f"hydra.sweep.dir={master.hydra.sweep.dir}: sweep.resume={resume} names it; expected one of them"
+        )
+    folder = Path(resume).expanduser()
+    try:
+        return folder, read_rows(folder)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"sweep.resume={resume}: no {SWEEP_FILE} to read there; expected a sweep's folder") from error
 
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Print the table and the counts."""
-        path = self._write(Path(config.hydra.sweep.dir), finished=True)
-        self._console.print(self._table())
-        counts = self._counts()
-        self._say(f"{counts['ok']} ok, {counts['failed']} failed")
-        self._say(f"rows    {path}")
-        if counts["failed"]:
-            sys.exit(1)
 
-    def _say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+@contextlib.contextmanager
+def _kept_for_this(folder: Path, given: str) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(held(folder))
+        except BlockingIOError as error:
+            raise BadInput(f"{given}: a sweep is running there; expected to wait for its end") from error
+        except OSError as error:
+            raise BadInput(f"{given}: {error.strerror}; expected a folder that can be made") from error
+        yield
 
-    def _counts(self) -> dict[str, int]:
-        counts = Counter(row["status"] for row in self._rows)
-        return {status: counts[status] for status in ("ok", "failed")}
 
-    def _write(self, sweep_dir: Path, *, finished: bool) -> Path:
-        path = sweep_dir / SWEEP_FILE
-        content = {"finished": finished, "counts": self._counts(), "rows": self._rows}
-        replace_text(path, dumps_strict(content, indent=2) + "\n")
-        return path
+def _note(master: DictConfig) -> str | None:
+    """What a reader of the times has to know of the launcher."""
+    launcher = master.hydra.runtime.choices["hydra/launcher"]
+    if launcher == "basic" or master.hydra.launcher.get("n_jobs") == 1:
+        return None
+    return f"hydra/launcher={launcher}: points run side by side and may share cores, so their times do not compare"
 
-    def _table(self) -> Table:
-        common = set.intersection(*(set(row["overrides"]) for row in self._rows)) if len(self._rows) > 1 else set()
-        table = Table(title="sweep", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-        for heading in ("point", "overrides", "status", "steps"):
-            # What a point is must stay readable on 80 columns: it folds, and is never cut off.
-            table.add_column(heading, overflow="fold", no_wrap=heading != "overrides")
-        for _, heading in _SHOWN:
-            table.add_column(heading, justify="right", no_wrap=True)
-        for row in self._rows:
-            values = [" ".join(format_value(key, row[key])).removesuffix(heading).strip() for key, heading in _SHOWN]
-            style = None if row["status"] == "ok" else "red"
-            own = " ".join(override for override in row["overrides"] if override not in common)
-            table.add_row(str(row["job"]), own, row["status"], str(row["steps"]), *values, style=style)
-        return table
+
+def _quoted(text: str) -> str:
+    """As a value on Hydra's command line, whatever stands in it."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _show(content: dict[str, Any], path: Path) -> int:
+    """Print the table and the counts; the exit code."""
+    console = Console()
+    console.print(_table(content["rows"]))
+    counts = content["counts"]
+    for line in (f"{counts['ok']} ok, {counts['failed']} failed", f"rows    {path}"):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return FAILED if counts["failed"] else OK
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Table:
+    common = set.intersection(*(set(row["overrides"]) for row in rows)) if len(rows) > 1 else set()
+    table = Table(title="sweep", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("point", "overrides", "status", "steps"):
+        # What a point is must stay readable on 80 columns: it folds, and is never cut off.
+        table.add_column(heading, overflow="fold", no_wrap=heading != "overrides")
+    for _, heading in _SHOWN:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        values = [" ".join(format_value(key, row[key])).removesuffix(heading).strip() for key, heading in _SHOWN]
+        style = None if row["status"] == "ok" else "red"
+        own = " ".join(override for override in row["overrides"] if override not in common)
+        table.add_row(str(row["job"]), own, row["reason"] or row["status"], str(row["steps"]), *values, style=style)
+    return table

@@ -1,0 +1,183 @@
+"""Fidelity: how long generated frames of held-out recordings stay close to the truth, in pixels and in places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from model.data import Clip, frames_to_model, frames_to_uint8, load_clip
+from model.data.clip import Pixels
+from model.metrics import frame_psnr, frame_ssim
+from model.training.footage import FIRST_TRAINING_SEED
+from ringkv.runner import RolloutRequest
+from scripts.app.geometry import model_config
+from scripts.app.probe import positions
+from scripts.app.probe.drive import Setup
+from scripts.app.probe.result import Found, Series, Sheet, number, spread_text
+from scripts.app.probe.stats import Bootstrap, Interval, Values, first_touching
+
+REPORTED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+"""Predicted frames, counted from 1, that the table shows."""
+
+
+def measure(setup: Setup) -> Found:
+    """All of it; see ``conf/probe/fidelity.yaml``."""
+    config, knobs = setup.probe.config, setup.probe.config.probe
+    assert knobs.clips is not None
+    assert knobs.samples is not None
+    assert config.num_frames is not None
+    clips = held_out(setup, knobs.clips)
+    predicted = config.num_frames - config.context_frames
+    found = Found(
+        settings={
+            "data": config.data.name,
+            "clips": f"{knobs.clips} recordings of their own, seed {config.seed}, clips 0 to {knobs.clips - 1}",
+            "clip length": config.num_frames,
+            "context frames": config.context_frames,
+            "predicted frames": predicted,
+            "stride": "none: one clip from each recording",
+            "samples": knobs.samples,
+            "kv": config.kv.strategy,
+            "ring_frames": config.ring_frames,
+            "dilation": config.dilation,
+            "sigmas": list(config.sigmas or ()),
+            "weights": setup.weights_name,
+        },
+        summary={},
+    )
+    truth = np.stack([clip.frames[config.context_frames :] for clip in clips])
+    one, mean = _rollouts(setup, clips, knobs.samples)
+    everything = np.concatenate([clip.frames for clip in clips])
+    ways = {
+        "model, one sample": one,
+        f"model, mean of {knobs.samples}": mean,
+        "repeat last": np.stack([np.repeat(clip.frames[[config.context_frames - 1]], predicted, 0) for clip in clips]),
+        "mean frame": np.broadcast_to(everything.mean(axis=0).round().astype(np.uint8), truth.shape),
+    }
+    if knobs.samples == 1:
+        del ways["model, mean of 1"]
+    bootstrap = Bootstrap(knobs.clips, config.seed)
+    _measure_quality(ways, truth, bootstrap, found)
+    found.notes.append("Mean frame: of all frames of these very clips, the predicted ones too: no model could know it.")
+    if config.data.name in positions.MEASURES and truth.shape[-1] == 3 and min(truth.shape[2:4]) >= positions.MIN_SIDE:
+        positions.MEASURES[config.data.name](everything, truth, one, bootstrap, found)
+    elif config.data.name in positions.MEASURES:
+        found.notes.append(
+            f"Places of sprites: read in RGB of {positions.MIN_SIDE} x {positions.MIN_SIDE} or more only."
+        )
+    return found
+
+
+def held_out(setup: Setup, count: int) -> list[Clip]:
+    """Clip i of the seed, each a recording of its own. ``ValueError`` for a seed that recordings to train on have."""
+    config, model = setup.probe.config, model_config(setup.probe.config)
+    assert config.num_frames is not None
+    if config.seed >= FIRST_TRAINING_SEED and setup.trained:
+        raise ValueError(
+            f"seed={config.seed}: recordings from seed {FIRST_TRAINING_SEED} on are trained on; expected a lower one"
+        )
+    clips = []
+    for index in range(count):
+        clips.append(
+            load_clip(
+                config.data.name,
+                num_frames=config.num_frames,
+                channels=model.channels,
+                height=model.height,
+                width=model.width,
+                seed=config.seed,
+                index=index,
+                path=config.data.path,
+                folder=config.data.folder,
+            )
+        )
+    return clips
+
+
+def _rollouts(setup: Setup, clips: list[Clip], samples: int) -> tuple[Pixels, Pixels]:
+    """The first sample, and the mean of all, of each clip: uint8 [clips, predicted, H, W, C] both."""
+    config = setup.probe.config
+    assert config.num_frames is not None
+    requests = [
+        RolloutRequest(
+            rid=f"clip-{index}-sample-{sample}",
+            seed=config.seed,
+            stream=sample * len(clips) + index,
+            num_frames=config.num_frames,
+            context=frames_to_model(clip.frames[: config.context_frames]),
+            actions=torch.from_numpy(clip.actions),
+        )
+        for sample in range(samples)
+        for index, clip in enumerate(clips)
+    ]
+    made = setup.roll(setup.probe.points["rollout",], requests)
+    one, mean = [], []
+    for index in range(len(clips)):
+        drawn = torch.stack([made[f"clip-{index}-sample-{sample}"] for sample in range(samples)])
+        one.append(frames_to_uint8(drawn[0]))
+        mean.append(frames_to_uint8(drawn.clamp(-1, 1).mean(dim=0)))
+    return np.stack(one), np.stack(mean)
+
+
+def _measure_quality(ways: dict[str, Pixels], truth: Pixels, bootstrap: Bootstrap, found: Found) -> None:
+    """PSNR and SSIM of every way, per predicted frame, and the first sample's lead over the baselines, paired."""
+    clips, predicted = truth.shape[:2]
+    frames = list(range(1, predicted + 1))
+    x_label = "predicted frame"
+    flat = truth.reshape(-1, *truth.shape[2:])
+    leads: dict[str, Interval] = {}
+    for label, unit, score in (("PSNR", " (dB)", frame_psnr), ("SSIM", "", frame_ssim)):
+        scores: dict[str, Values] = {
+            name: score(way.reshape(flat.shape), flat).numpy().reshape(clips, predicted) for name, way in ways.items()
+        }
+        for name, values in scores.items():
+            curve = bootstrap.mean(values)
+            found.series.append(Series.of(label, name, frames, curve, x_label=x_label, y_label=label + unit))
+        for baseline in ("repeat last", "mean frame"):
+            lead = bootstrap.mean(scores["model, one sample"] - scores[baseline])
+            leads[f"{label} - {baseline}"] = lead
+            found.series.append(
+                Series.of(
+                    f"{label}: lead of one sample",
+                    f"over {baseline}",
+                    frames,
+                    lead,
+                    x_label=x_label,
+                    y_label=f"{label} minus the baseline's{unit}",
+                )
+            )
+        shown = [frame for frame in REPORTED if frame <= predicted]
+        found.tables.append(
+            Sheet(
+                f"{label}{unit} per predicted frame, mean over clips, and 95 % intervals",
+                ["frame", *ways],
+                [
+                    [frame, *(spread_text(_at(bootstrap.mean(scores[name]), frame - 1), 4) for name in ways)]
+                    for frame in shown
+                ],
+            )
+        )
+        for frame in shown:
+            found.summary[f"fidelity/{label.lower()}_frame{frame}"] = number(
+                scores["model, one sample"][:, frame - 1].mean()
+            )
+    rows: list[list[Any]] = []
+    for name, lead in leads.items():
+        first = first_touching(lead)
+        rows.append([name, "none" if first is None else str(first + 1), number(np.min(lead.middle))])
+    found.tables.append(
+        Sheet(
+            "One sample's lead over the baselines",
+            ["lead", f"first of {predicted} frames whose interval touches zero", "smallest mean lead"],
+            rows,
+        )
+    )
+    touching = [first_touching(lead) for name, lead in leads.items() if name.startswith("PSNR")]
+    known = [frame + 1 for frame in touching if frame is not None]
+    found.summary["fidelity/first_frame_touching_zero"] = min(known) if known else None
+
+
+def _at(interval: Interval, index: int) -> Interval:
+    return Interval(*(None if each is None else each[index] for each in interval))  # type: ignore[arg-type]

@@ -1,0 +1,140 @@
+"""Where sprites are in generated frames, against where they are in the recorded ones, both read by the same tracker.
+
+A frame in which the truth's own sprite cannot be placed (hidden, leaving the screen) is no test. Where the truth's can
+and the generated one cannot, the generated frame has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from model.data.clip import Pixels
+from model.trackers import MIN_SIDE as MIN_SIDE
+from model.trackers import FreewayTracker, PongTracker, empty_field
+from scripts.app.probe.result import Found, Series, Sheet, number, spread_text
+from scripts.app.probe.stats import Bootstrap, Interval, Values
+
+CAR_FRAMES, CAR_PIXELS = 16, 2.0
+BALL_FRAMES = 12
+
+
+def measure_freeway(everything: Pixels, truth: Pixels, made: Pixels, bootstrap: Bootstrap, found: Found) -> None:
+    """The chicken's height, and each lane's car. truth, made: uint8 [clips, predicted, H, W, 3]."""
+    tracker = FreewayTracker(empty_field(everything))
+    frames = list(range(1, truth.shape[1] + 1))
+    real, ours = (_read(each, lambda frame: [tracker.chicken(frame)])[..., 0] for each in (truth, made))
+    correlation = bootstrap.correlation(real, ours)
+    _add_error("chicken's height", np.abs(ours - real), frames, bootstrap, found)
+    real_cars, our_cars = (_read(each, tracker.cars) for each in (truth, made))
+    error = np.abs(our_cars - real_cars)
+    _add_error("cars, all lanes", _mean_known(error), frames, bootstrap, found)
+    # A car near an edge is being hidden by it: two readings that differ by a hair may fall on both sides of "found".
+    inner = (real_cars >= CAR_PIXELS + 1) & (real_cars <= truth.shape[3] - 2 - CAR_PIXELS)
+    missed = inner & ~(error <= CAR_PIXELS)
+    until = min(CAR_FRAMES, len(frames))
+    kept = ~missed[:, :until].any(axis=1)
+    shares = [bootstrap.mean(kept[:, lane].astype(float)) for lane in range(tracker.LANES)]
+    tests = inner[:, :until].mean(axis=(0, 1))
+    share = _all_placed(real, ours)
+    found.tables.append(
+        Sheet(
+            f"Freeway: cars within {CAR_PIXELS:g} px of the truth through predicted frame {until}",
+            ["lane, from the top", "share of clips", "share of frames that test it"],
+            [[lane, spread_text(each), number(tests[lane])] for lane, each in enumerate(shares)],
+        )
+    )
+    _add_track(f"chicken's height, {len(frames)} frames", correlation, share, np.abs(ours - real), found)
+    found.summary.update(
+        {
+            "fidelity/chicken_correlation": number(correlation.middle),
+            "fidelity/chicken_found": share,
+            "fidelity/cars_kept_worst_lane": min(float(each.middle) for each in shares),
+            "fidelity/cars_kept_mean": float(np.mean([each.middle for each in shares])),
+        }
+    )
+
+
+def measure_pong(everything: Pixels, truth: Pixels, made: Pixels, bootstrap: Bootstrap, found: Found) -> None:
+    """The right paddle's height, and the ball. truth, made: uint8 [clips, predicted, H, W, 3]."""
+    tracker = PongTracker(empty_field(everything))
+    frames = list(range(1, truth.shape[1] + 1))
+    real, ours = (_read(each, lambda frame: [tracker.paddle(frame)])[..., 0] for each in (truth, made))
+    correlation = bootstrap.correlation(real, ours)
+    _add_error("paddle's height", np.abs(ours - real), frames, bootstrap, found)
+    real_ball, our_ball = (_read(each, lambda frame: tracker.ball(frame) or (None, None)) for each in (truth, made))
+    error = np.hypot(*np.moveaxis(our_ball - real_ball, -1, 0))
+    _add_error("ball", error, frames, bootstrap, found)
+    until = min(BALL_FRAMES, len(frames))
+    early = bootstrap.mean(error[:, :until])
+    found.tables.append(
+        Sheet(
+            f"Pong: the ball through predicted frame {until}, pixels of {truth.shape[2]}",
+            ["frame", "error, px", "share of balls found"],
+            [
+                [
+                    frame + 1,
+                    spread_text(Interval(*(None if e is None else e[frame] for e in early))),  # type: ignore[arg-type]
+                    _all_placed(real_ball[:, [frame], 0], our_ball[:, [frame], 0]),
+                ]
+                for frame in range(until)
+            ],
+        )
+    )
+    _add_track(
+        f"paddle's height, {len(frames)} frames", correlation, _all_placed(real, ours), np.abs(ours - real), found
+    )
+    found.summary.update(
+        {
+            "fidelity/paddle_correlation": number(correlation.middle),
+            "fidelity/paddle_found": _all_placed(real, ours),
+            "fidelity/ball_error_px_worst_frame": number(np.max(early.middle)),
+            "fidelity/ball_found": _all_placed(real_ball[:, :until, 0], our_ball[:, :until, 0]),
+        }
+    )
+
+
+MEASURES: dict[str, Callable[[Pixels, Pixels, Pixels, Bootstrap, Found], None]] = {
+    "freeway": measure_freeway,
+    "pong": measure_pong,
+}
+"""By data name: adds what is known about the places of its sprites."""
+
+
+def _read(frames: Pixels, tracker: Callable[[Pixels], Any]) -> Values:
+    """What ``tracker`` says of each of uint8 [clips, predicted, H, W, 3]: [clips, predicted, ...], NaN for None."""
+    return np.array([[tracker(frame) for frame in clip] for clip in frames], dtype=np.float64)
+
+
+def _mean_known(values: Values) -> Values:
+    """Mean over the last axis of what is not NaN; NaN where all is."""
+    there = np.isfinite(values)
+    with np.errstate(invalid="ignore"):
+        return np.where(there, values, 0.0).sum(axis=-1) / there.sum(axis=-1)
+
+
+def _all_placed(real: Values, ours: Values) -> float | None:
+    """Of the frames in which the truth is found, the share in which ours is."""
+    there = np.isfinite(real)
+    return float(np.isfinite(ours[there]).mean()) if there.any() else None
+
+
+def _add_error(name: str, error: Values, frames: list[int], bootstrap: Bootstrap, found: Found) -> None:
+    curve = bootstrap.mean(error)
+    found.series.append(
+        Series.of(
+            "places of sprites", name, frames, curve, x_label="predicted frame", y_label="distance from the truth (px)"
+        )
+    )
+
+
+def _add_track(name: str, correlation: Interval, share: float | None, error: Values, found: Found) -> None:
+    found.tables.append(
+        Sheet(
+            f"The {name}: generated against recorded",
+            ["correlation, all clips together", "share found where the truth is", "median distance, px"],
+            [[spread_text(correlation), share, number(np.nanmedian(error)) if np.isfinite(error).any() else None]],
+        )
+    )
