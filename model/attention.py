@@ -9,11 +9,10 @@ Letters: B rows, H_q query heads, H KV heads, T tokens per frame, D head dim, d 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from model.config import ModelConfig
-from model.layers import mlp, modulate, rms_norm
+from model.layers import mlp, modulate, product, rms_norm
 from model.rope import rotate
 
 
@@ -49,11 +48,13 @@ def before_attend(
     """
     shift, scale = modulation[:, 0], modulation[:, 1]
     kv_heads, head_dim = first_v.shape[1], first_v.shape[3]
-    qkv = F.linear(modulate(x, shift, scale).to(qkv_weight.dtype), qkv_weight)
-    heads = qkv.unflatten(-1, (-1, head_dim)).transpose(1, 2)
-    q, k, v = heads.split([len(temperature), kv_heads, kv_heads], dim=1)
-    q = rotate(rms_norm(q) * temperature[:, None, None], cos, sin).to(qkv.dtype)
-    k = rotate(rms_norm(k), cos, sin).to(qkv.dtype)
+    qkv = product(modulate(x, shift, scale).to(qkv_weight.dtype), qkv_weight)
+    query_heads = len(temperature)
+    qk, v = qkv.unflatten(-1, (-1, head_dim)).transpose(1, 2).split([query_heads + kv_heads, kv_heads], dim=1)
+    # Norm and rotation once for q and k together: on a CPU each is a run of small operators.
+    gain = torch.cat([temperature, temperature.new_ones(kv_heads)])
+    qk = rotate(rms_norm(qk) * gain[:, None, None], cos, sin).to(qkv.dtype)
+    q, k = (heads.contiguous() for heads in qk.split([query_heads, kv_heads], dim=1))
     v = torch.lerp(v.contiguous(), first_v.to(v.dtype), value_mix.to(v.dtype))
     return q, k, v
 
@@ -69,5 +70,5 @@ def after_attend(
     """The block's output ``[B, T, d]`` from its input x and what attention returned, ``[B, H_q, T, D]``."""
     _, _, attention_gate, shift, scale, mlp_gate = modulation.unbind(1)
     merged = attended.transpose(1, 2).flatten(2)
-    x = x + attention_gate[:, None] * F.linear(merged, out_weight)
+    x = x + attention_gate[:, None] * product(merged, out_weight)
     return x + mlp_gate[:, None] * mlp(modulate(x, shift, scale).to(up_weight.dtype), up_weight, down_weight)

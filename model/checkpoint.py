@@ -70,8 +70,13 @@ def check_geometry(path: str | Path, config: ModelConfig) -> dict[str, Any]:
     return metadata
 
 
-def save_checkpoint(path: str | Path, model: FrameTransformer, **extra: Any) -> None:
-    """Write weights, config and ``extra`` (JSON-ready, such as a data hash) atomically: the old file or the new one."""
+def save_checkpoint(
+    path: str | Path, model: FrameTransformer, *, dtype: torch.dtype | None = None, **extra: Any
+) -> None:
+    """Write weights, config and ``extra`` (JSON-ready, such as a data hash) atomically: the old file or the new one.
+
+    dtype: what the weights are rounded to in the file; None keeps theirs.
+    """
     from safetensors.torch import save_file
 
     from ringkv.files import replaced_atomically
@@ -83,7 +88,7 @@ def save_checkpoint(path: str | Path, model: FrameTransformer, **extra: Any) -> 
         "extra": extra,
     }
     text = json.dumps(metadata, allow_nan=False)
-    tensors = {name: weight.contiguous() for name, weight in model.state_dict().items()}
+    tensors = {name: weight.to(dtype or weight.dtype).contiguous() for name, weight in model.state_dict().items()}
     with replaced_atomically(path) as temporary:
         save_file(tensors, temporary, metadata={_KEY: text})
 
@@ -104,7 +109,9 @@ def load_checkpoint(path: str | Path, config: ModelConfig, dtype: torch.dtype) -
     with torch.device("meta"):  # nothing is drawn or allocated only to be overwritten
         model = FrameTransformer(config)
     try:
-        tensors = {name: weight.to(dtype) for name, weight in load_file(path).items()}
+        # Copied, because where a tensor lies in the file depends on the header's length, and a product's last bits on
+        # how its operands are aligned.
+        tensors = {name: weight.to(dtype, copy=True) for name, weight in load_file(path).items()}
         model.load_state_dict(tensors, assign=True)
     except (SafetensorError, OSError, RuntimeError) as error:
         raise ValueError(f"checkpoint={path}: cannot be loaded ({_one_line(error)})") from error
@@ -122,10 +129,14 @@ def fingerprint(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def find_shipped(config: ModelConfig) -> Path | None:
-    """The first shipped checkpoint, by file name, whose weight geometry fits ``config``; None without one."""
+def find_shipped(config: ModelConfig, data: str) -> Path | None:
+    """The first shipped checkpoint, by file name, that fits ``config`` and was trained on ``data``; None without one.
+
+    data: name of the data that the model is to continue. Weights that fit by shape alone would continue something else.
+    """
     for path in sorted(SHIPPED.glob("*.safetensors")):
-        if read_metadata(path)["weight_geometry"] == config.weight_geometry():
+        metadata = read_metadata(path)
+        if metadata["weight_geometry"] == config.weight_geometry() and metadata["extra"].get("data") == data:
             return path
     return None
 

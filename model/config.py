@@ -179,6 +179,32 @@ def _waypoint(name: str, height: int, width: int) -> ModelConfig:
     )
 
 
+def _trained(
+    name: str,
+    side: int,
+    tokens_per_frame: int,
+    *,
+    d_model: int,
+    num_layers: int,
+    num_actions: int,
+    global_period: int | None = None,
+) -> ModelConfig:
+    return ModelConfig(
+        name=name,
+        channels=3,
+        height=side,
+        width=side,
+        tokens_per_frame=tokens_per_frame,
+        d_model=d_model,
+        num_layers=num_layers,
+        num_heads=d_model // 32,
+        num_kv_heads=d_model // 32,
+        head_dim=32,
+        num_actions=num_actions,
+        global_period=num_layers + 1 if global_period is None else global_period,
+    )
+
+
 _PRESETS = (
     # Interactive on two CPU cores.
     ModelConfig(
@@ -209,6 +235,11 @@ _PRESETS = (
         num_actions=3,
         global_period=4,
     ),
+    # Trained; the weights lie in model/checkpoints. No layer is global.
+    _trained("freeway", 64, 64, d_model=128, num_layers=4, num_actions=3),
+    _trained("pong", 64, 64, d_model=128, num_layers=4, num_actions=6),
+    # Its last layer is global: what a dilated layer brings back is part of what it is trained for.
+    _trained("recall", 16, 16, d_model=96, num_layers=3, num_actions=1, global_period=3),
     # Waypoint-1.5 geometry with random weights, for memory and speed.
     _waypoint("waypoint_360p", 16, 32),
     _waypoint("waypoint_720p", 32, 64),

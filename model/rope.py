@@ -13,6 +13,8 @@ Letters: B rows, H heads, T tokens per frame, D head dim.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 BASE = 100.0
@@ -28,14 +30,24 @@ def rotation(
     rounded once, as cos and sin: an angle rounded to fp32 is off by 0.004 radians at clock 100,000, and a clock rounded
     to bf16 does not tell frame 256 from 257.
     """
+    space_cos, space_sin = _space(grid, head_dim, dtype, frame_pos.device)
+    time = _angles(frame_pos, head_dim // 4)[:, None, None].expand(-1, 1, space_cos.shape[0], -1)
+    space_shape = (len(frame_pos), 1, -1, -1)
+    cos = torch.cat([space_cos.expand(space_shape), time.cos().to(dtype)], dim=-1)
+    return cos, torch.cat([space_sin.expand(space_shape), time.sin().to(dtype)], dim=-1)
+
+
+@lru_cache(maxsize=8)
+def _space(
+    grid: tuple[int, int], head_dim: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, ``[T, D / 4]`` each, of the slices for x and y, which are the same in every frame."""
     rows, columns = grid
-    token = torch.arange(rows * columns, device=frame_pos.device)
-    x = _angles(token % columns, head_dim // 8)
-    y = _angles(token // columns, head_dim // 8)
-    t = _angles(frame_pos, head_dim // 4)
-    space = torch.cat([x, y], dim=-1).expand(len(frame_pos), -1, -1)
-    angles = torch.cat([space, t[:, None].expand(-1, len(token), -1)], dim=-1)[:, None]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    with torch.inference_mode(False):  # kept, and so also read by a later pass that wants gradients
+        token = torch.arange(rows * columns, device=device)
+        angles = [_angles(token % columns, head_dim // 8), _angles(token // columns, head_dim // 8)]
+        space = torch.cat(angles, dim=-1)
+        return space.cos().to(dtype), space.sin().to(dtype)
 
 
 def _angles(position: torch.Tensor, pairs: int) -> torch.Tensor:

@@ -51,6 +51,17 @@ class FrameSampler:
         """Names the weights; reads all of them, every time."""
         return fingerprint(self.model)
 
+    @property
+    def frame_shape(self) -> tuple[int, int, int]:
+        """C, H, W."""
+        config = self.model.config
+        return config.channels, config.height, config.width
+
+    @property
+    def weights_version(self) -> object:
+        """Where the weights lie and how often they were written; a write through ``.data`` is not noticed."""
+        return [(weight.data_ptr(), weight._version) for weight in self.model.parameters()]
+
     @torch.no_grad()
     def observe(
         self, resource: AttentionResource, frames: torch.Tensor, actions: torch.Tensor, frame_pos: torch.Tensor
@@ -74,16 +85,25 @@ class FrameSampler:
 
         Row b's noise is that of ``(seeds[b], streams[b], frame_pos[b], 0)``, drawn once: the flow is deterministic.
         """
-        clocks = frame_pos.tolist()
+        return self.denoise(resource, self.noise(seeds, streams, frame_pos.tolist()), actions, frame_pos)
+
+    def noise(self, seeds: Sequence[int], streams: Sequence[int], clocks: Sequence[int]) -> torch.Tensor:
+        """The noise ``[B, C, H, W]`` that the rows' frames start from, at least fp32, on the CPU."""
         if not len(seeds) == len(streams) == len(clocks):
             raise ValueError(
                 f"{len(seeds)} seeds, {len(streams)} streams, {len(clocks)} clocks: expected as many of each"
             )
-        config = self.model.config
-        shape = (config.channels, config.height, config.width)
         dtype = wide(self.model.position.dtype)
         keys = zip(seeds, streams, clocks, strict=True)
-        noise = torch.stack([frame_noise(seed, stream, clock, 0, shape, dtype) for seed, stream, clock in keys])
+        return torch.stack(
+            [frame_noise(seed, stream, clock, 0, self.frame_shape, dtype) for seed, stream, clock in keys]
+        )
+
+    @torch.no_grad()
+    def denoise(
+        self, resource: AttentionResource, noise: torch.Tensor, actions: torch.Tensor, frame_pos: torch.Tensor
+    ) -> torch.Tensor:
+        """``generate`` from the rows' noise ``[B, C, H, W]``: the denoise passes and the committing one."""
         x = self.sigmas[0] * noise.to(self.model.position.device)
         for sigma, next_sigma in pairwise(self.sigmas):
             clean = self.model(x, sigma, actions, frame_pos, resource, commit=False)

@@ -14,7 +14,7 @@ from torch import nn
 
 from model.attention import Block, after_attend, before_attend
 from model.config import MODULATIONS, ModelConfig
-from model.layers import Conditioning, patchify, rms_norm, unpatchify, wide
+from model.layers import Conditioning, patchify, product, rms_norm, unpatchify, wide
 from model.rope import rotation
 from ringkv.resource import AttentionResource
 
@@ -108,7 +108,8 @@ class FrameTransformer(nn.Module):
             hidden = self.after_attend(
                 hidden, attended, modulation, block.out_weight, block.up_weight, block.down_weight
             )
-        patches = self.head(rms_norm(hidden).to(self.head.weight.dtype)).to(hidden.dtype)
+        weight, bias = self.head.weight, self.head.bias
+        patches = product(rms_norm(hidden).to(weight.dtype), weight, bias).to(hidden.dtype)
         return unpatchify(patches, config.patch, config.grid)
 
     def _modulations(self, sigma: float, action: torch.Tensor) -> torch.Tensor:
@@ -120,7 +121,7 @@ class FrameTransformer(nn.Module):
     def _embed(self, x: torch.Tensor, *, noised: bool) -> torch.Tensor:
         """``[B, T, d]``, the start of the residual stream."""
         dtype = wide(self.position.dtype)
-        tokens = self.patch_in(patchify(x.to(self.patch_in.weight.dtype), self.config.patch))
+        tokens = product(patchify(x.to(self.patch_in.weight.dtype), self.config.patch), self.patch_in.weight)
         hidden = tokens.to(dtype) + self.position.to(dtype)
         return hidden + self.noised_tag.to(dtype) if noised else hidden
 

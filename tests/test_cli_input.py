@@ -49,7 +49,7 @@ REFUSALS = [
     ("num_frames=8 context_frames=8", "context_frames=8: ", "fewer than num_frames=8"),
     ("context_frames=-1", "context_frames=-1: ", "an integer >= 0"),
     ("tokens_per_frame=50", "tokens_per_frame=50: ", "64 x 64 frame give 1, 4, 16, 64"),
-    ("model.num_heads=5", "model.num_heads=5: ", "a multiple of num_kv_heads=2"),
+    ("model.num_heads=5", "model.num_heads=5: ", "a multiple of num_kv_heads=4"),
     ("model.head_dim=12", "model.head_dim=12: ", "a multiple of 8"),
     ("model.d_model=1.5", "model.d_model=1.5: ", "an integer or null"),
     ("global_period=0", "global_period=0: ", "an integer >= 1"),
@@ -57,6 +57,9 @@ REFUSALS = [
     ("sigmas=[1.0,a]", "sigmas=[1.0,a]: ", "a list of numbers"),
     ("seed=-1", "seed=-1: ", "from 0 to 9223372036854775807"),
     ("threads=0", "threads=0: ", "an integer from 1 to "),
+    ("snapshot_every=-1", "snapshot_every=-1: ", "an integer >= 0"),
+    ("rollout.resume=nowhere", "rollout.resume=nowhere: no such folder", "expected one that holds a run"),
+    ("-m rollout.resume=nowhere,null", "rollout.resume=nowhere,None: ", "a folder for every point"),
     ("target_fps=nan", "target_fps=nan: ", "a number > 0"),
     ("target_fps=0", "target_fps=0.0: ", "a number > 0"),
     ("sweep.timeout_s=-1", "sweep.timeout_s=-1.0: ", "a number > 0"),
@@ -69,14 +72,14 @@ REFUSALS = [
     ("kv=paged kv.num_pages=100000000", "kv.num_pages=100000000 ", "GiB of this machine"),
     ("kv=full num_frames=10000000", "num_frames=10000000 ", "GiB of this machine"),
     ("kv=full_static kv.max_frames=10000000", "kv.max_frames=10000000 ", "GiB of this machine"),
-    ("kv=hf_sliding", "dilation=8: kv=hf_sliding has no dilated layers", "expected dilation=1"),
+    ("model=tiny kv=hf_sliding", "dilation=8: kv=hf_sliding has no dilated layers", "expected dilation=1"),
     ("kv=hf_sliding dilation=1 ring_frames=1", "ring_frames=1: kv=hf_sliding", "expected 2 or more"),
     ("kv=cat attention=segments", "attention=segments: kv=cat has ", "auto, canonical, sdpa"),
     ("+kv=rings", "+kv=rings: ", "expected kv=rings"),
-    ("model=big", "model=big: ", "one of small, tiny, waypoint_360p, waypoint_720p"),
-    ("model=[tiny,small]", "model=[tiny,small]: ", "one of small, tiny"),
+    ("model=big", "model=big: ", "one of freeway, pong, recall, small, tiny, waypoint_360p, waypoint_720p"),
+    ("model=[tiny,small]", "model=[tiny,small]: ", "one of freeway, pong, recall, small, tiny"),
     ("model.preset=big", "model='big': ", "one of tiny, small"),
-    ("data=chess", "data=chess: ", "one of breakout, freeway, pong, synthetic, video"),
+    ("data=chess", "data=chess: ", "one of breakout, freeway, loops, pong, synthetic, video"),
     ("experiment=fame", "experiment=fame: ", "one of horizon"),
     ("model@data=tiny", "model@data=tiny: ", "expected model="),
     ("kv_dtype=int8", "kv_dtype=int8: ", "bfloat16, null"),
@@ -106,6 +109,8 @@ REFUSALS = [
     ("-m hydra.sweep.dir=text.mp4", "hydra.sweep.dir=text.mp4: ", "a new or empty path"),
 ]
 
+DRY_RUN = "-m ring_frames=2,0 kv=ring,full sweep.dry_run=true"
+
 
 @pytest.fixture
 def launch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -128,7 +133,7 @@ class Refused:
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Refused]:
-    """Every command of REFUSALS, run one after the other in one fresh process."""
+    """Every command of REFUSALS, and a dry run, one after the other in one fresh process."""
     folder = tmp_path_factory.mktemp("launch")
     (folder / "text.mp4").write_text("not a video")
     program = (
@@ -142,7 +147,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Refused]:
         "    results[command] = [code, out.getvalue(), err.getvalue(), 'torch' in sys.modules, os.listdir()]\n"
         "json.dump(results, sys.stdout)\n"
     )
-    commands = json.dumps([command for command, _, _ in REFUSALS])
+    commands = json.dumps([DRY_RUN, *(command for command, _, _ in REFUSALS)])
     done = subprocess.run(
         [sys.executable, "-c", program], input=commands, text=True, check=True, cwd=folder, stdout=subprocess.PIPE
     )
@@ -160,6 +165,12 @@ def test_bad_input_is_refused_in_one_line_before_torch_is_loaded_and_leaves_noth
     assert says in result.err
     assert not result.torch_loaded
     assert result.left == ["text.mp4"]
+
+
+def test_a_dry_run_loads_no_torch_and_leaves_nothing_behind(refused: dict[str, Refused]):
+    result = refused[DRY_RUN]
+    assert (result.code, result.err, result.torch_loaded, result.left) == (0, "", False, ["text.mp4"])
+    assert "arithmetic" in result.out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

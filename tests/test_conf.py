@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -24,6 +25,9 @@ from scripts.app.strategies import kv_config
 
 schema.register()
 
+SEARCHED = {"pareto"}
+"""Experiments of which a sweeper that is an extra chooses the points: tests/test_sweep_launchers.py runs them."""
+
 
 def options(group: str) -> list[str]:
     return sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml"))
@@ -36,7 +40,7 @@ def compose_one(*overrides: str) -> RolloutConfig:
 
 def test_every_group_has_files_and_is_one_of_those_that_are_tested_here():
     groups = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.is_dir())
-    assert groups == ["data", "experiment", "kv", "model", "runtime", "tracking"]
+    assert groups == ["data", "experiment", "kv", "model", "probe", "recipe", "runtime", "tracking"]
     assert (CONF_DIR / "rollout.yaml").is_file()
     assert all(options(group) for group in groups)
 
@@ -80,7 +84,7 @@ def test_every_kind_of_data_composes_and_the_model_follows_it(name: str, tmp_pat
 
 def test_data_gives_the_model_its_number_of_actions():
     numbers = {name: model_config(compose_one(f"data={name}")).num_actions for name in options("data")}
-    assert numbers == {"breakout": 4, "freeway": 3, "pong": 6, "synthetic": 5, "video": 1}
+    assert numbers == {"breakout": 4, "freeway": 3, "pong": 6, "loops": 1, "synthetic": 5, "video": 1}
 
 
 @pytest.mark.parametrize("mode", options("tracking"))
@@ -98,15 +102,31 @@ def test_a_runtime_sets_device_and_dtype_and_a_knob_beside_it_wins():
 
 
 @pytest.mark.parametrize("name", options("experiment"))
-def test_every_experiment_opens_with_its_command_and_each_of_its_points_is_valid(name: str):
-    package, command, *_ = (CONF_DIR / "experiment" / f"{name}.yaml").read_text().splitlines()
+def test_every_experiment_opens_with_its_command_and_with_what_it_answers(name: str):
+    package, command, blank, *rest = (CONF_DIR / "experiment" / f"{name}.yaml").read_text().splitlines()
     assert package == "# @package _global_"
     assert command == f"# python scripts/rollout.py -m experiment={name}"
-    composed = compose_all("rollout", [f"experiment={name}"], multirun=False)
+    assert blank == "#"
+    comment = list(itertools.takewhile(lambda line: line.startswith("# "), rest))
+    assert "?" in "".join(comment)
+    assert rest[len(comment)] == ""
+
+
+@pytest.mark.parametrize("name", sorted({*options("experiment")} - SEARCHED))
+def test_each_point_of_every_experiment_is_valid_and_its_geometry_can_be_built(name: str):
+    composed = compose_all("rollout", [f"experiment={name}", "repeats=1"], multirun=False)
     assert composed.multirun, "an experiment that sweeps does so without -m too, or its points would be dropped"
     assert len(composed.points) > 1
     for point in composed.points:
-        effective(point)
+        config = effective(point)
+        geometry = model_config(config)
+        assert kv_config(config, geometry).num_layers == geometry.num_layers
+
+
+def test_the_strategies_experiment_has_repeats_and_dilated_layers():
+    composed = compose_all("rollout", ["experiment=strategies", "kv=ring"], multirun=False)
+    assert [(point.repeats, point.repeat) for point in composed.points] == [(3, 0), (3, 1), (3, 2)]
+    assert max(model_config(composed.points[0]).layer_dilations(composed.points[0].dilation)) > 1
 
 
 def test_the_horizon_experiment_sweeps_the_ring_and_the_command_line_can_change_it():

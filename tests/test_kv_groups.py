@@ -15,7 +15,7 @@ from model.sampler import FrameSampler
 from model.transformer import FrameTransformer
 from ringkv import RolloutRequest
 from ringkv.harness.records import read_frames, read_summary
-from scripts.app import report, schema
+from scripts.app import build, report, schema
 from scripts.app.build import build_runner, resource_info
 from scripts.app.check import effective
 from scripts.app.compose import CONF_DIR, compose_all
@@ -100,6 +100,46 @@ def test_every_choice_rolls_out_and_holds_the_bytes_that_were_predicted(choice: 
     # layers of the window: two that wrap as the ring does; none without a window
     sees_all = choice in UNBOUNDED
     assert summary["ring/wraps"] == ([] if sees_all else [2, 2] if undilated(choice) else [2, 1])
+
+
+@pytest.mark.parametrize(
+    "choice", [name if name == "ring" else pytest.param(name, marks=pytest.mark.slow) for name in CHOICES]
+)
+def test_a_compiled_run_of_three_sessions_pads_its_steps_and_holds_the_bytes_that_were_predicted(
+    choice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    batches: list[int] = []
+
+    def count_rows(model: FrameTransformer, args: tuple[torch.Tensor, ...]) -> None:
+        batches.append(len(args[0]))
+
+    def as_if_compiled(model: FrameTransformer) -> None:
+        model.register_forward_pre_hook(count_rows)
+
+    monkeypatch.setattr(build, "compile_regions", as_if_compiled)
+    code, run = run_tiny(tmp_path, f"kv={choice}", "num_sessions=3", "compile=true", *undilated(choice))
+    assert code == 0
+    rows, summary = read_frames(run).rows, read_summary(run)
+    assert [row["clocks"] for row in rows] == [[frame] * 3 for frame in range(6)]
+    assert all(0 < row["kv_in_use_bytes"] <= row["kv_bytes"] for row in rows)
+    assert summary["memory/kv_bytes"] == summary["memory/kv_bytes_predicted"] == rows[-1]["kv_bytes"]
+    if not choice.startswith("recompute"):  # which keeps no cache to pad for
+        assert set(batches) == {1, 2, 4}, "every bucket is met before the first frame"
+        steps = [len(batches) - last for last, rows in enumerate(reversed(batches)) if rows != 4][:1]
+        assert steps[0] <= len(batches) - 6, "and the rollout's own steps are all of the largest"
+
+
+def test_a_step_that_is_to_be_captured_reads_by_what_a_graph_can_hold():
+    for choice, attention, expected in (("ring", "auto", "flex"), ("ring", "sdpa", "sdpa"), ("shift", "auto", "auto")):
+        (config,) = compose_all(
+            "rollout", [f"kv={choice}", "compile=true", f"attention={attention}"], multirun=False
+        ).points
+        config.kv_dtype = "bfloat16"
+        assert resource_info(config).attention == attention
+        config.device = "cuda:0"
+        assert resource_info(config).attention == expected
+        config.compile = False
+        assert resource_info(config).attention == attention
 
 
 def test_there_is_a_file_for_every_strategy_and_it_says_which():

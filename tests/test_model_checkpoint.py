@@ -159,13 +159,27 @@ def test_a_fingerprint_tells_names_shapes_dtypes_and_bytes_apart():
     assert fingerprint(linear) != fingerprint(other)
 
 
-def test_shipped_weights_are_found_by_geometry(tmp_path, monkeypatch):
+def test_shipped_weights_are_found_by_geometry_and_by_what_they_were_trained_on(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "SHIPPED", tmp_path)
-    assert find_shipped(SMALL) is None
+    assert find_shipped(SMALL, "pong") is None
     gray = FrameTransformer(SMALL)
     colour = FrameTransformer(dataclasses.replace(SMALL, channels=3))
-    save_checkpoint(tmp_path / "a.safetensors", colour)
-    save_checkpoint(tmp_path / "b.safetensors", gray)
-    assert find_shipped(dataclasses.replace(SMALL, global_period=3)) == tmp_path / "b.safetensors"
-    assert find_shipped(colour.config) == tmp_path / "a.safetensors"
-    assert find_shipped(dataclasses.replace(SMALL, num_layers=2)) is None
+    save_checkpoint(tmp_path / "a.safetensors", colour, data="pong")
+    save_checkpoint(tmp_path / "b.safetensors", gray, data="freeway")
+    save_checkpoint(tmp_path / "c.safetensors", gray, data="pong")
+    save_checkpoint(tmp_path / "d.safetensors", gray)
+    assert find_shipped(dataclasses.replace(SMALL, global_period=3), "pong") == tmp_path / "c.safetensors"
+    assert find_shipped(SMALL, "freeway") == tmp_path / "b.safetensors"
+    assert find_shipped(colour.config, "pong") == tmp_path / "a.safetensors"
+    assert find_shipped(colour.config, "freeway") is None
+    assert find_shipped(dataclasses.replace(SMALL, num_layers=2), "pong") is None
+
+
+def test_weights_are_rounded_in_the_file_only_and_load_in_any_dtype(tmp_path):
+    model = FrameTransformer(SMALL, seed=2)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    save_checkpoint(tmp_path / "a.safetensors", model, dtype=torch.bfloat16)
+    loaded = load_checkpoint(tmp_path / "a.safetensors", SMALL, torch.float32)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name])
+        assert torch.equal(loaded.state_dict()[name], weight.bfloat16().float())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from model.data import atari, cache, synthetic, video
+from model.data import atari, cache, loops, synthetic, video
 from model.data.clip import Clip
 from model.data.names import check_request
 
@@ -21,7 +21,7 @@ def load_clip(
     path: str | os.PathLike[str] | None = None,
     folder: str | os.PathLike[str] = "data",
 ) -> Clip:
-    """Clip number ``index`` of ``name`` (freeway, pong, breakout, video or synthetic), the same for the same arguments.
+    """Clip number ``index`` of ``name``, one of ``DATA_NAMES``, the same for the same arguments.
 
     num_frames, channels, height, width: the shape of ``Clip.frames``; channels is 3 (RGB) or 1 (luma), synthetic
     takes any number. seed, index: every pair gives its own game or motion; of a video, clip ``index`` starts at frame
@@ -43,6 +43,8 @@ def load_clip(
     )
     if name == "synthetic":
         return synthetic.render(num_frames, channels, height, width, seed, index)
+    if name == "loops":
+        return loops.render(num_frames, channels, height, width, seed, index)
     if path is not None:
         return video.read(path, num_frames, channels, height, width, index)
     request = atari.ClipRequest(name, num_frames, channels, height, width, seed, index)

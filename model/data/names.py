@@ -17,6 +17,7 @@ _ACTIONS = {
     "breakout": ("NOOP", "FIRE", "RIGHT", "LEFT"),
     "video": ("NOOP",),
     "synthetic": ("NOOP", "UP", "RIGHT", "DOWN", "LEFT"),
+    "loops": ("NOOP",),
 }
 """Action names by data name; for a game its minimal action set, in the emulator's order."""
 
