@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -77,13 +78,9 @@ def main(threads: tuple[int, ...]) -> None:
         bias[gap[0] : gap[1]] = float("-inf")
         keys, values = ([buffer[:, :, lo:hi] for lo, hi in segments] for buffer in (k, v))
 
-        def masked(q=q, k=k, v=v, bias=bias) -> torch.Tensor:
-            return paths.masked(q, k, v, bias)
-
-        def joined(q=q, keys=keys, values=values) -> torch.Tensor:
-            return paths.segments(q, keys, values)
-
-        masked_s, joined_s, ratio = interleaved(masked, joined)
+        masked_s, joined_s, ratio = interleaved(
+            partial(paths.masked, q, k, v, bias), partial(paths.segments, q, keys, values)
+        )
         queries, visible = q_heads // kv_heads * tokens, capacity - (gap[1] - gap[0])
         split = rule.prefer_segments(kv_heads, queries, capacity, visible, 2)
         points.append((masked_s, ratio * masked_s, rule.saved_scores(kv_heads, queries, capacity, visible), count))

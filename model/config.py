@@ -235,7 +235,7 @@ _PRESETS = (
         num_actions=3,
         global_period=4,
     ),
-    # Trained; the weights lie in model/checkpoints. No layer is global.
+    # For training; the weights of freeway and recall lie in model/checkpoints. No layer is global.
     _trained("freeway", 64, 64, d_model=128, num_layers=4, num_actions=3),
     _trained("pong", 64, 64, d_model=128, num_layers=4, num_actions=6),
     # Its last layer is global: what a dilated layer brings back is part of what it is trained for.

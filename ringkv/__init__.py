@@ -20,8 +20,14 @@ if TYPE_CHECKING:
     from ringkv.config import RingKVConfig as RingKVConfig
     from ringkv.config import RingKVLayerConfig as RingKVLayerConfig
     from ringkv.config import ShiftKVConfig as ShiftKVConfig
+    from ringkv.events import Event as Event
+    from ringkv.events import EventStream as EventStream
     from ringkv.horizon import visible_frames as visible_frames
+    from ringkv.policies import LruPark as LruPark
+    from ringkv.policies import NoSeat as NoSeat
     from ringkv.resource import AttentionResource as AttentionResource
+    from ringkv.resource import NoRoom as NoRoom
+    from ringkv.resource import RestoreReport as RestoreReport
     from ringkv.ring.cache import LayerRingCache as LayerRingCache
     from ringkv.ring.manager import RingKVManager as RingKVManager
     from ringkv.ring.manager import RingPlan as RingPlan
@@ -48,7 +54,13 @@ _HOME = {
     "StepContext": "step",
     "AdmitOutcome": "step",
     "visible_frames": "horizon",
+    "Event": "events",
+    "EventStream": "events",
+    "LruPark": "policies",
+    "NoSeat": "policies",
     "AttentionResource": "resource",
+    "NoRoom": "resource",
+    "RestoreReport": "resource",
     "LayerRingCache": "ring.cache",
     "RingKVManager": "ring.manager",
     "RingPlan": "ring.manager",

@@ -237,17 +237,17 @@ class FrameRunner(ABC):
                 if wants(run):
                     return
                 continue
-            self._line.remove(run)
             again = run.last_step >= 0
             try:
                 self._seat(run)
             except NoRoom:
-                self._line.insert(0, run)
                 return
             except Exception as error:
+                self._line.remove(run)
                 self._aside[run.rid] = run
                 self._set_aside(run, error)
                 continue
+            self._line.remove(run)
             run.seated_frames = 0
             self._runs[run.rid] = run
             self._events.tell("woken" if again else "seated", run.rid, run.next_frame)

@@ -246,11 +246,11 @@ class MovableSessions(AttentionResource):
         """Put a checked state into the session of ``rid``, claiming one if it holds none."""
         clock = state["clock"]
         self._check_target(rid, clock)
-        state = mapped(state, lambda tensor: tensor.to(self.device, non_blocking=True))
-        holes = [
+        holes = [  # before the state is on its way to the device, which this would have to wait for
             unmarked_frames(layout.places(self._geometry, index, clock), written, self.config.tokens_per_frame)
             for index, (_, written) in enumerate(state["layers"])
         ]
+        state = mapped(state, lambda tensor: tensor.to(self.device, non_blocking=True))
         session = self._table.session_of(rid)
         held = session is not None
         if session is None:

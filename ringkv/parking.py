@@ -53,7 +53,11 @@ class ParkingLot:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{uuid.uuid4().hex}.safetensors"  # a rid need not be a file name
-        statefile.write_state(path, mapped(state, lambda tensor: tensor.cpu()), {"rid": rid})
+        try:
+            statefile.write_state(path, mapped(state, lambda tensor: tensor.cpu()), {"rid": rid})
+        except BaseException:
+            path.unlink(missing_ok=True)  # it is there when only its folder could not be synced
+            raise
         self._parked[rid] = _Parked(size, path=path)
 
     def read(self, rid: str) -> State:

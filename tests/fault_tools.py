@@ -20,33 +20,52 @@ from torch import Tensor
 from ringkv import movable, parking, statefile
 from ringkv.resource import State
 from tests.ring_tools import ring, same_bytes, step_of
-from tests.strategies import Rollout
+from tests.strategies import Content, Rollout, build, random_content
 
 WINDOWS = (ring(3), ring(2, 3), ring(2))
-ARRIVALS = {"a": 0, "v": 2, "b": 4, "c": 5}
+ARRIVALS = {"a": 0, "v": 2, "b": 3, "c": 1}
 """Steps after which a session begins: they are at different clocks."""
 IN_STEP = ("a", "v", "n", "b")
 """Rows of the step that is disturbed: ``v`` the victim, ``n`` at its first frame. ``c`` stands by."""
 SESSIONS = 7
 NOISY = 2
 """Denoise passes of the disturbed step."""
-GOES_ON = 3
+GOES_ON = 2
 """Frames that are compared after it."""
 
 
-class World:
-    """Sessions of one strategy and what is done to them. clock: of the victim's next frame."""
+@cache
+def shared_content() -> Content:
+    """Content of a session's frames, the same in every world."""
+    return random_content(build("ring", WINDOWS, head_dim=8))
 
-    def __init__(self, name: str, clock: int, folder: Path | None = None) -> None:
+
+@cache
+def states_at(name: str, clock: int) -> dict[str, State]:
+    """The sessions when the victim's next frame is ``clock``, driven from their first frame."""
+    world = World(name, clock, fresh=True)
+    for step in range(clock + ARRIVALS["v"]):
+        world.drive([rid for rid, arrival in ARRIVALS.items() if arrival <= step])
+    return {rid: world.resource.get_state(rid) for rid in ARRIVALS if world.next[rid]}
+
+
+class World:
+    """Sessions of one strategy and what is done to them. clock: of the victim's next frame. fresh: none yet."""
+
+    def __init__(self, name: str, clock: int, folder: Path | None = None, fresh: bool = False) -> None:
         more = {"undo_frames": 2} if name.startswith("ring") else {}
         self.name, self.clock = name, clock
         self.folder = folder
         self.rollout = Rollout(name, WINDOWS, head_dim=8, sessions=SESSIONS, parking_dir=folder, **more)
+        self.rollout.content = shared_content()
         self.resource: Any = self.rollout.resource
         self.next = dict.fromkeys((*ARRIVALS, "n"), 0)
         self.passes = -1  # begun in the disturbed step
-        for step in range(clock + ARRIVALS["v"]):
-            self.drive([rid for rid, arrival in ARRIVALS.items() if arrival <= step])
+        if not fresh:
+            for rid, state in states_at(name, clock).items():
+                self.resource.ingest_request(rid)
+                self.resource.load_state(rid, state)
+                self.next[rid] = state["clock"] + 1
 
     def rows(self, rids: Any) -> list[tuple[str, int]]:
         return [(rid, self.next[rid]) for rid in rids]
@@ -280,7 +299,10 @@ Patch = Callable[[pytest.MonkeyPatch, World], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """Where ``operation`` breaks and with what. aborts: after a committing pass began. new_file: it is there, whole."""
+    """Where ``operation`` breaks and with what.
+
+    aborts: after a committing pass began. new_file: the file was saved, but for that.
+    """
 
     operation: str
     boundary: str
@@ -410,7 +432,9 @@ def _file_faults(operation: str) -> Iterator[Fault]:
     yield Fault(operation, "disk full", _half_a_file, error)
     yield Fault(operation, "fsync", _function(os, "fsync", NO_SPACE), error)
     yield Fault(operation, "rename", _function(os, "replace", NO_SPACE), error)
-    yield Fault(operation, "fsync of the folder", _function(os, "fsync", NO_SPACE, after=1), error, new_file=True)
+    yield Fault(
+        operation, "fsync of the folder", _function(os, "fsync", NO_SPACE, after=1), error, new_file=operation == "save"
+    )
 
 
 def _put_faults(operation: str) -> Iterator[Fault]:

@@ -325,3 +325,31 @@ def test_only_the_peers_import_transformers() -> None:
             if any(name.split(".")[0] == "transformers" for name in names):
                 importers.add(path.relative_to(root).as_posix())
     assert importers == {"peers/hf.py"}
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_transformers_cache_can_be_forked_and_parked_and_says_why_nothing_else(aborted: bool) -> None:
+    manager, twin = build(3, num_sessions=2), build(3, num_sessions=2)
+    for each in (manager, twin):
+        for frame in range(5):
+            drive(each, [("a", frame)])
+        if aborted:
+            begin(each, [("a", 5)])
+            each.attend(*random_rows(each, [("a", 5)], salt=7), 0, clocks(5), commit=True)
+    state = manager.get_state("a")
+    assert manager.features == {"fork", "park"}
+    manager.ingest_request("b")
+    manager.fork("a", ["b"])
+    assert same_bytes(manager.get_state("b"), state)
+    manager.park("a")
+    assert same_bytes(manager.get_state("a"), state)
+    manager.wake("a")
+    manager.check_integrity()
+    for frame in range(5, 9):
+        assert same_bytes(drive(manager, [("a", frame)]), drive(twin, [("a", frame)]))
+    for call, message in (
+        (lambda: manager.restore("a", state), "has no restore: a transformers cache"),
+        (lambda: manager.rewind("a", 1), "has no rewind: a transformers cache"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -43,7 +43,11 @@ def pong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_error_falls_by_twenty_where_the_ring_reaches_a_whole_loop_back(loop: int, recall: dict[str, Any]):
     assert recall["settings"]["weights"] == "recall"
     assert recall["summary"][f"recall/cliff_{loop}"] >= 20
-    curve = next(each for each in recall["series"] if each["name"] == f"N = {loop}" and each["panel"].startswith("error of the model"))
+    curve = next(
+        each
+        for each in recall["series"]
+        if each["name"] == f"N = {loop}" and each["panel"].startswith("error of the model")
+    )
     short = [error for ring, error in zip(curve["x"], curve["y"], strict=True) if ring <= loop]
     long = [error for ring, error in zip(curve["x"], curve["y"], strict=True) if ring > loop]
     assert min(short) > 10 * max(long)

@@ -252,6 +252,7 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing_behind(
         ("return", {"max_gap": 600}, "probe.max_gap=600 probe.dilations=[1,4]: a walk through 305 places; expected at"),
         ("return", {"kv": "hf_sliding"}, "dilation=4: kv=hf_sliding has no dilated layers; expected dilation=1"),
         ("fidelity", {"data": "synthetic"}, "data=synthetic: probe=fidelity asks about freeway or pong or breakout"),
+        ("fidelity", {"clips": 2}, "probe.sampled_clips=4: expected at most probe.clips=2"),
         ("fidelity", {"context_frames": 0}, "context_frames=0: probe=fidelity needs a last frame to go on from"),
         ("drift", {"candidate_kv": "rign"}, "probe.candidate_kv=rign: expected one of cat, full,"),
         ("drift", {"candidate_attention": "fast"}, "candidate: attention=fast: kv=ring has auto, canonical,"),
@@ -266,9 +267,9 @@ def test_what_cannot_work_is_refused_by_key_and_value(name: str, knobs: dict[str
 
 def test_a_recording_that_was_trained_on_is_refused_for_trained_weights(tmp_path: Path):
     path = tmp_path / "some.safetensors"
-    geometry = model_config(probe_of("fidelity", clips=1, samples=1).points["rollout",])
+    geometry = model_config(probe_of("fidelity", clips=1, samples=1, sampled_clips=1).points["rollout",])
     save_checkpoint(path, FrameTransformer(geometry))
-    setup = setup_of("fidelity", clips=1, samples=1, checkpoint=str(path), seed=1003)
+    setup = setup_of("fidelity", clips=1, samples=1, sampled_clips=1, checkpoint=str(path), seed=1003)
     with pytest.raises(
         ValueError, match=r"^seed=1003: recordings from seed 1000 on are trained on; expected a lower one"
     ):

@@ -6,6 +6,8 @@ depend on who shares its step.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,12 +17,22 @@ from model import layers
 from model.rope import rotation
 from ringkv.attention import paths
 from ringkv.ring.view import RingView, lockstep
-from tests.ring_tools import READ_PATHS, begin, build_manager, clocks, dense_attention, drive, finish, ring
+from tests.ring_tools import (
+    READ_PATHS,
+    begin,
+    build_manager,
+    clocks,
+    dense_attention,
+    drive,
+    finish,
+    reference_history,
+    ring,
+)
 
 FAST = ("auto", "sdpa", "segments")
 
 
-def payload(row: str, frame: int) -> tuple[Tensor, Tensor]:
+def payload(row: int, frame: int) -> tuple[Tensor, Tensor]:
     k, v = normal(2, 2, 16, 16, seed=frame)
     return k, v
 
@@ -29,12 +41,38 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+# -- what is seen ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dilation", [1, 2, 3])
+@pytest.mark.parametrize(("buckets", "frames"), [(1, 1), (1, 3), (2, 2), (3, 3), (3, 5), (4, 4)])
+def test_segments_are_the_visible_frames_of_the_specification_and_scratch(
+    buckets: int, frames: int, dilation: int
+) -> None:
+    layer = ring(buckets, dilation, frames)
+    for clock in range(3 * buckets * dilation + 2):
+        history = reference_history(buckets, dilation, clock)
+        slots = {frame // dilation % buckets for frame in history} | {frames}
+        view = RingView(layer, clock, 2)
+        tokens = [token for lo, hi in view.segments for token in range(lo, hi)]
+        assert tokens == sorted(2 * slot + part for slot in slots for part in (0, 1)), clock
+        assert all(end < start for (_, end), (start, _) in pairwise(view.segments)), clock
+        assert view.frames == tuple((2 * s, 2 * s + 2) for s in [f // dilation % buckets for f in history] + [frames])
+        assert view.visible_tokens == len(tokens)
+
+
+def test_missing_slots_are_left_out_of_frames_and_segments() -> None:
+    view = RingView(ring(5), 12, 1, {0, 3})  # the slot about to be overwritten is 2
+    assert view.segments == ((1, 2), (4, 6))
+    assert view.frames == ((4, 5), (1, 2), (5, 6))
+
+
 # -- who is read together --------------------------------------------------------------------------------------
 
 
 def grouped(views: str, sessions: list[int]) -> list[tuple[list[int], list[int]]]:
     """Rows and sessions of each group; ``views`` names one view per row."""
-    by_name = {name: RingView.at(ring(3), 4, 2) for name in views}
+    by_name = {name: RingView(ring(3), 4, 2) for name in views}
     groups = lockstep([by_name[name] for name in views], sessions)
     return [(list(range(*rows.indices(99))), list(range(*which.indices(99)))) for rows, which in groups]
 
@@ -138,7 +176,7 @@ def test_a_segment_that_outweighs_the_others_beyond_all_range_is_the_answer() ->
 
 
 def test_a_bias_of_minus_infinity_hides_what_a_false_in_a_mask_hides_bit_for_bit() -> None:
-    view = RingView.at(ring(4), 9, 3)
+    view = RingView(ring(4), 9, 3)
     bias = view.bias(torch.float32, torch.device("cpu"))
     assert bias is not None
     lo, hi = view.span

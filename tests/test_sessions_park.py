@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ def files(tmp_path: Path) -> int:
     return sum(path.is_file() for path in tmp_path.rglob("*"))
 
 
-@pytest.mark.parametrize(("name", "read"), EVERY_READ)
-@places
+@pytest.mark.parametrize(
+    ("name", "read", "on_disk"), [(*each, on_disk) for each, on_disk in zip(EVERY_READ, cycle([False, True]))]
+)
 def test_a_woken_session_goes_on_as_if_nothing_had_happened(
     name: str, read: str, on_disk: bool, tmp_path: Path
 ) -> None:

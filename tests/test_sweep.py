@@ -197,6 +197,13 @@ def test_repeats_of_one_command_are_points_of_a_sweep_with_seeds_of_their_own(
     assert rows_of(alone)[0]["config_hash"] == rows[2]["config_hash"]
 
 
+def test_repeats_that_a_file_asks_for_are_told_in_the_rows_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    Children(monkeypatch)
+    folder = tmp_path / "s"
+    assert main(["experiment=strategies", "kv=ring", "data=synthetic", f"hydra.sweep.dir={folder}"]) == 0
+    assert [row["overrides"][-2:] for row in rows_of(folder)] == [["repeats=1", f"seed={seed}"] for seed in range(3)]
+
+
 def test_a_sweep_with_repeats_goes_through_its_grid_once_and_then_again():
     composed = compose_all("rollout", ["ring_frames=2,3", "repeats=2"], multirun=True)
     points = [(point.repeat, point.ring_frames) for point in composed.points]

@@ -27,7 +27,7 @@ ROLLOUT = (*SWEEP_TINY, "snapshot_every=2", "tracking=disabled")
 TWELVE = ("num_frames=range(2,14)", "ring_frames=2", "kv=paged", "kv.num_pages=12", *ROLLOUT)
 """Two frames are refused, as both are context; the thirteenth finds no page in a pool of twelve."""
 
-_VARIES = re.compile(r"_ms$|/ms|per_s$|wall_s|rss|on_time|started_at|run_dir|traceback|machine|group$")
+_VARIES = re.compile(r"latency|/ms|_per_s$|wall_s|rss|started_at|run_dir|traceback|machine|group$")
 
 
 def what_is_the_same(value: Any) -> Any:

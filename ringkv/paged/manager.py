@@ -125,10 +125,10 @@ class PagedKVManager(LifecycleResource):
                 )
 
     def _import(self, session: int, layers: Layers, clock: int | None, holes: Sequence[set[int]]) -> None:
-        for layer, (kv, written) in zip(self.layers, layers, strict=True):
+        for layer, (kv, written), absent in zip(self.layers, layers, holes, strict=True):
             history = layer.history(horizon.frame_after(clock))
             layer.table.grow(session, history)
-            layer.scatter(session, history, kv.masked_fill(~written[:, None], 0))
+            layer.scatter(session, history, kv.masked_fill(~written[:, None], 0) if absent else kv)
         self._holes.put(session, holes)
 
     def _lacks(self) -> Mapping[str, str]:

@@ -86,6 +86,9 @@ class LayerRingCache:
 
     def sessions(self, which: slice) -> torch.Tensor:
         """``[2, n, H, capacity, D]``, a view: the spans of the sessions that ``which`` names."""
+        if which.stop - which.start == 1:
+            lo, hi = self.session_span(which.start)
+            return self.kv[:, :, :, lo:hi]
         by_session = self.kv[:, 0].unflatten(2, (self.num_sessions, self.capacity))
         return by_session[:, :, which].transpose(1, 2)
 

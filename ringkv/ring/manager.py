@@ -163,13 +163,20 @@ class RingKVManager(LifecycleResource):
             missing = self._missing[session][layer_idx] if session in self._missing else ()
             key = (cache.geometry, clock, frozenset(missing))
             if key not in self._views:
-                self._views[key] = RingView.at(cache.geometry, clock, config.tokens_per_frame, key[2])
+                self._views[key] = RingView(cache.geometry, clock, config.tokens_per_frame, key[2])
             views.append(self._views[key])
         groups = [(slice(row, row + 1), slice(s, s + 1)) for row, s in enumerate(plan.session_indices)]
         if self.attention != "canonical":  # which is beyond doubt because it does one thing at a time
             groups = lockstep(views, plan.session_indices)
         return [
-            LayerRead(rows, views[rows.start], cache.sessions(which), config.num_qo_heads, self.attention)
+            LayerRead(
+                rows,
+                views[rows.start],
+                cache.sessions(which),
+                query_heads=config.num_qo_heads,
+                tokens_per_frame=config.tokens_per_frame,
+                attention=self.attention,
+            )
             for rows, which in groups
         ]
 
@@ -235,12 +242,11 @@ class RingKVManager(LifecycleResource):
     def _export_undo(self, rid: str, session: int) -> dict[str, Any] | None:
         if self._undo is None:
             return None
-        killed: list[int | None] = []
+        clock, aborted, killed = self._next_clock(rid), self._is_aborted(rid), []
         for index, layer in enumerate(self.config.layers):
-            slot, lost = self._aborted_slot(rid, index), self._missing.get(session)
-            if slot is None and lost is not None and horizon.hidden_slot(layer, self._next_clock(rid)) in lost[index]:
-                slot = horizon.hidden_slot(layer, self._next_clock(rid))
-            killed.append(None if slot is None else self._next_clock(rid) - horizon.horizon_frames(layer))
+            slot = horizon.hidden_slot(layer, clock)
+            gone = slot is not None and (aborted or slot not in self._held_slots(rid, index))
+            killed.append(clock - horizon.horizon_frames(layer) if gone else None)
         return self._undo.export(session, self._table.clock_of(rid), killed)
 
     def _check_extra(self, state: State) -> None:
@@ -258,23 +264,24 @@ class RingKVManager(LifecycleResource):
         assert self._undo is not None
         missing: list[set[int]] = []
         for index, (layer, cache) in enumerate(zip(self.config.layers, self.layers, strict=True)):
-            held = {horizon.slot_of(layer, frame): frame for frame in horizon.held_frames(layer, clock)}
-            valid = self._held_slots(rid, index) - {self._aborted_slot(rid, index)}
-            there = {horizon.slot_of(layer, f): f for f in horizon.held_frames(layer, self._table.clock_of(rid))}
+            wanted = {horizon.slot_of(layer, frame): frame for frame in horizon.held_frames(layer, clock)}
+            intact = self._held_slots(rid, index) - {self._aborted_slot(rid, index)}
+            newest = horizon.held_frames(layer, self._table.clock_of(rid))
+            there = {horizon.slot_of(layer, frame): frame for frame in newest}
             missing.append(set())
             for slot in range(layer.ring_buckets):
-                frame = held.get(slot)
-                if frame is not None and slot in valid and there[slot] == frame:
+                frame = wanted.get(slot)
+                if frame is not None and slot in intact and there[slot] == frame:
                     continue
                 saved = None if frame is None else self._undo.find(session, index, frame)
-                if saved is None:
-                    cache.clear_slot(session, slot)
-                    if frame is not None:
-                        missing[-1].add(slot)
+                if saved is not None:
+                    first, last = cache.slot_span(session, slot)
+                    cache.kv[:, :, :, first:last].copy_(saved)
+                    cache.written[first:last] = True
                     continue
-                first, last = cache.slot_span(session, slot)
-                cache.kv[:, :, :, first:last].copy_(saved)
-                cache.written[first:last] = True
+                cache.clear_slot(session, slot)
+                if frame is not None:
+                    missing[-1].add(slot)
         self._missing.pop(session, None)
         if any(missing):
             self._missing[session] = missing
@@ -300,7 +307,7 @@ class RingKVManager(LifecycleResource):
                 lo, hi = cache.session_span(session)
                 if flags[session, :-1].any() or cache.kv[:, :, :, lo:hi].any():
                     raise RuntimeError(f"layer {index}: session {session} is free and not empty")
-        for session in set(range(self.num_sessions)) - set(holders.values()) if self._undo is not None else ():
+        for session in set(range(self.num_sessions)) - set(holders.values()):
             if self._undo is not None and not self._undo.is_empty(session):
                 raise RuntimeError(f"the undo log of session {session} is not empty, and the session is free")
 

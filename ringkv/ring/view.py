@@ -7,8 +7,8 @@ asking the device which slots are visible.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
@@ -20,33 +20,25 @@ Span = tuple[int, int]
 """Token slots ``[lo, hi)``, counted from the start of a session's own."""
 
 
-@dataclass(frozen=True, eq=False)
 class RingView:
     """Visible token slots of a session at one clock. Layers of one geometry and rows at one clock share it.
 
-    frames: ``[lo, hi)`` of each visible frame in frame order, the frame being generated (scratch) last.
-    segments: the same tokens as maximal contiguous runs in address order.
+    segments: the visible tokens as maximal contiguous runs in address order.
     """
 
-    frames: tuple[Span, ...]
-    segments: tuple[Span, ...]
-    _biases: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def at(
-        cls, layer: RingKVLayerConfig, clock: int, tokens_per_frame: int, missing: Set[int] = frozenset()
-    ) -> RingView:
+    def __init__(
+        self, layer: RingKVLayerConfig, clock: int, tokens_per_frame: int, missing: Set[int] = frozenset()
+    ) -> None:
         """The view at ``clock``; ``missing`` slots hold nothing although the clock says so."""
-        history = [horizon.slot_of(layer, frame) for frame in horizon.visible_frames(layer, clock)]
-        slots = [slot for slot in history if slot not in missing] + [layer.ring_frames]
-        spans = [(slot * tokens_per_frame, (slot + 1) * tokens_per_frame) for slot in slots]
-        runs: list[Span] = []
-        for lo, hi in sorted(spans):
-            if runs and runs[-1][1] == lo:
-                runs[-1] = (runs[-1][0], hi)
-            else:
-                runs.append((lo, hi))
-        return cls(frames=tuple(spans), segments=tuple(runs))
+        self._layer, self._clock, self._tokens, self._missing = layer, clock, tokens_per_frame, missing
+        self._biases: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        runs = _runs(self._slots()) if missing else _slot_runs(layer, clock)
+        self.segments = tuple((first * tokens_per_frame, last * tokens_per_frame) for first, last in runs)
+
+    @cached_property
+    def frames(self) -> tuple[Span, ...]:
+        """``[lo, hi)`` of each visible frame in frame order, the frame being generated (scratch) last."""
+        return tuple((slot * self._tokens, (slot + 1) * self._tokens) for slot in self._slots())
 
     @property
     def span(self) -> Span:
@@ -64,11 +56,38 @@ class RingView:
             return None
         if (dtype, device) not in self._biases:
             lo, hi = self.span
-            bias = torch.full((hi - lo,), float("-inf"), dtype=dtype, device="cpu")
-            for first, last in self.segments:
-                bias[first - lo : last - lo] = 0.0
+            bias = torch.zeros(hi - lo, dtype=dtype, device="cpu")
+            for (_, end), (start, _) in pairwise(self.segments):
+                bias[end - lo : start - lo] = float("-inf")
             self._biases[dtype, device] = bias.to(device)
         return self._biases[dtype, device]
+
+    def _slots(self) -> list[int]:
+        """Visible slots in frame order, scratch last."""
+        history = [horizon.slot_of(self._layer, frame) for frame in horizon.visible_frames(self._layer, self._clock)]
+        return [slot for slot in history if slot not in self._missing] + [self._layer.ring_frames]
+
+
+def _runs(slots: Sequence[int]) -> list[Span]:
+    """Maximal runs ``[first, last)`` of neighbouring slots."""
+    runs: list[Span] = []
+    for slot in sorted(slots):
+        if runs and runs[-1][1] == slot:
+            runs[-1] = (runs[-1][0], slot + 1)
+        else:
+            runs.append((slot, slot + 1))
+    return runs
+
+
+def _slot_runs(layer: RingKVLayerConfig, clock: int) -> list[Span]:
+    """The runs of a ring without missing slots, without looking at each: its history is one run modulo the buckets."""
+    buckets, count = layer.ring_buckets, horizon.num_visible(layer, clock)
+    first = 0 if count == buckets else (-(-clock // layer.pinned_dilation) - count) % buckets
+    over = first + count - buckets
+    runs = [(0, over), (first, buckets)] if over > 0 else [(first, first + count)] if count else []
+    if runs and runs[-1][1] == layer.ring_frames:
+        return [*runs[:-1], (runs[-1][0], layer.ring_frames + 1)]
+    return [*runs, (layer.ring_frames, layer.ring_frames + 1)]
 
 
 class LayerRead:
@@ -77,17 +96,28 @@ class LayerRead:
     ``rows`` says which of the step's. Slices of the ring are taken here, once for all passes of a plan.
     """
 
-    def __init__(self, rows: slice, view: RingView, kv: torch.Tensor, query_heads: int, attention: str) -> None:
+    def __init__(
+        self,
+        rows: slice,
+        view: RingView,
+        kv: torch.Tensor,
+        *,
+        query_heads: int,
+        tokens_per_frame: int,
+        attention: str,
+    ) -> None:
         """kv: ``[2, B, H, capacity, D]``, the whole session of each row, a view of the ring."""
         self.rows, self._view, self._attention = rows, view, attention
         lo, hi = view.span
         if attention == "auto":
-            kv_heads, tokens = kv.shape[2], view.frames[0][1] - view.frames[0][0]
-            queries = query_heads // kv_heads * tokens
+            kv_heads = kv.shape[2]
+            queries = query_heads // kv_heads * tokens_per_frame
             # Of one row, whatever the batch: how a row is read must not depend on who shares its step.
             split = rule.prefer_segments(kv_heads, queries, hi - lo, view.visible_tokens, len(view.segments))
             self._attention = "segments" if split else "sdpa"
-        spans = {"canonical": view.frames, "segments": view.segments}.get(self._attention, ((lo, hi),))
+        spans: tuple[Span, ...] = ((lo, hi),)
+        if self._attention in ("canonical", "segments"):
+            spans = view.frames if self._attention == "canonical" else view.segments
         self._keys, self._values = ([part[:, :, first:last] for first, last in spans] for part in kv.unbind(0))
 
     def __call__(self, q: torch.Tensor) -> torch.Tensor:

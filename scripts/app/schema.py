@@ -273,7 +273,7 @@ class ProbeConfig(JobKnobs):
 class ServeConfig(JobKnobs):
     """Knobs of scripts/serve_sim.py, which simulates time and runs no model.
 
-    num_frames: of a request, on average. policies: of policies.POLICIES. pool_sizes: sessions. arrivals_per_min: requests
+    num_frames: of a request, on average. policies: of ringkv.policies. pool_sizes: sessions. arrivals_per_min: requests
     per minute. minutes: for how long they come. burst_s, pause_s: for how long a visitor wants frames and then none, on
     average, seconds; pause_s=0: no pauses. deadline_s: after which a request ends wherever it is; null: none.
     quantum_frames: of lru_park. device_tflops, utilisation, link_gb_s: as in a plan.

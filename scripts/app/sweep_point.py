@@ -87,9 +87,8 @@ class Sweep:
 
 def own_config(config: RolloutConfig) -> RolloutConfig:
     """The config of one point, as one of its own: a repeat's seed is the given one plus the number of the repeat."""
-    if config.repeats == 1:
-        return config
-    return dataclasses.replace(config, seed=config.seed + config.repeat, repeats=1)
+    seed = config.seed + config.repeat if config.repeats > 1 else config.seed
+    return dataclasses.replace(config, seed=seed, repeats=1, sweep=dataclasses.replace(config.sweep, resume=None))
 
 
 def memory_limit(config: RolloutConfig) -> float:
@@ -126,9 +125,11 @@ def _row_of(node: DictConfig, sweep: Sweep) -> dict[str, Any]:
     row: dict[str, Any] = dict.fromkeys((*ROW_COLUMNS, *ROW_METRICS))
     row |= {"job": job, "overrides": list(hydra_config.overrides.task), "run_dir": str(path), "steps": 0}
     row |= {"status": "failed", "source_hash": package_hash(PACKAGES)}
+    asked: Any = node
     try:
-        config = own_config(typed(node))
-        row |= {"repeat": config.repeat, "overrides": _own_overrides(row["overrides"], config)}
+        asked = config = own_config(typed(node))
+        row["repeat"] = config.repeat
+        row["overrides"] = _own_overrides(row["overrides"], config, repeated=node.repeats > 1)
         config = effective(config)
         config.tracking.group = config.tracking.group or sweep.folder.name
         row["config_hash"] = hash_config(config)
@@ -144,7 +145,7 @@ def _row_of(node: DictConfig, sweep: Sweep) -> dict[str, Any]:
     except Exception as error:
         reason = "refused" if isinstance(error, BadInput) else "crashed"
         row |= {"reason": reason, "error": error_line(error), "traceback": traceback.format_exc()}
-        _record_refusal(path, sweep.folder, node, error, reason)
+        _record_refusal(path, sweep.folder, asked, error, reason)
     except BaseException as error:  # Ctrl-C, or whatever else ends the sweep
         row |= {"reason": "interrupted", "error": error_line(error), "steps": _steps(path)}
         raise
@@ -155,13 +156,11 @@ def _row_of(node: DictConfig, sweep: Sweep) -> dict[str, Any]:
     return row
 
 
-def _own_overrides(overrides: list[str], config: RolloutConfig) -> list[str]:
-    """The overrides that give this point in a run of its own."""
-    theirs = ["sweep.resume", "repeats"]
-    if any(override.startswith("repeats=") for override in overrides):
-        theirs.append("seed")
-    kept = [override for override in overrides if override.split("=")[0] not in theirs]
-    return kept + ([f"seed={config.seed}"] if "seed" in theirs else [])
+def _own_overrides(overrides: list[str], config: RolloutConfig, *, repeated: bool) -> list[str]:
+    """The overrides that give this point in a run of its own. repeated: whether it is one of several repeats."""
+    replaced = ("sweep.resume=", "repeats=", "seed=") if repeated else ("sweep.resume=",)
+    own = [override for override in overrides if not override.startswith(replaced)]
+    return [*own, "repeats=1", f"seed={config.seed}"] if repeated else own
 
 
 # -- the child ----------------------------------------------------------------------------------------------------
@@ -203,7 +202,7 @@ def _run_child(config: RolloutConfig, path: Path, sweep: Sweep, *, name: str, co
     }
 
 
-def _record_refusal(path: Path, sweep_folder: Path, node: DictConfig, error: Exception, reason: str) -> None:
+def _record_refusal(path: Path, sweep_folder: Path, asked: Any, error: Exception, reason: str) -> None:
     """A failed run in the folder of a point that never started; a folder that cannot be written to stays as it is.
 
     So does one that says the same already.
@@ -213,7 +212,7 @@ def _record_refusal(path: Path, sweep_folder: Path, node: DictConfig, error: Exc
     with contextlib.suppress(OSError, ValueError):
         make_room(path, sweep_folder)
         with RunDir.create(path) as run_dir:
-            run_dir.write_config(node)
+            run_dir.write_config(asked)
             run_dir.write_summary({"reason": reason}, error=error)
 
 

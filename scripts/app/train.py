@@ -43,7 +43,7 @@ CHECKPOINT_FILE = "checkpoint.safetensors"
 PLOT_FILE = "curve.png"
 OK, FAILED, REFUSED = 0, 1, 2
 
-_NO_SAY = ("recipe", "resume", "stop", "out", "save_every", "evaluate_every", "data.folder")
+_NO_SAY = ("recipe", "resume", "out", "save_every", "evaluate_every", "data.folder")
 """Keys of overrides that have no say in the weights; the recipe is named first."""
 
 

@@ -26,30 +26,23 @@ REPORTED = (1, 8, 16, 32)
 """Predicted frames whose quality is logged, counted from 1."""
 
 ONE_PASS = (1.0, 0.0)
+"""Noise levels of these rollouts: a frame in one denoise pass reaches the PSNR of four."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """PSNR (dB) of predicted frames: the mean over clips.
 
-    model: ``{ring_frames: [PREDICTED]}``. repeat_last, mean_frame: what the last context frame, and the mean frame of
-    the context, reach: ``[PREDICTED]``.
+    model: by ring_frames, ``[PREDICTED]`` each. baselines: by name, the same.
     """
 
     model: dict[int, list[float]]
-    repeat_last: list[float]
-    mean_frame: list[float]
+    baselines: dict[str, list[float]]
 
     def metrics(self) -> dict[str, float]:
-        """Flat, for the tracker and the curve: PSNR per ring and frame, and the smallest lead over a baseline."""
-        named = {
-            f"psnr/ring{ring}/frame{frame}": values[frame - 1]
-            for ring, values in self.model.items()
-            for frame in REPORTED
-        }
-        named |= {f"psnr/repeat_last/frame{frame}": self.repeat_last[frame - 1] for frame in REPORTED}
-        named |= {f"psnr/mean_frame/frame{frame}": self.mean_frame[frame - 1] for frame in REPORTED}
-        return named
+        """Flat, for the tracker and the curve."""
+        named = {f"ring{ring}": values for ring, values in self.model.items()} | self.baselines
+        return {f"psnr/{name}/frame{frame}": values[frame - 1] for name, values in named.items() for frame in REPORTED}
 
 
 def held_out_clips(config: TrainConfig) -> list[Clip]:
@@ -75,34 +68,39 @@ def held_out_clips(config: TrainConfig) -> list[Clip]:
 
 
 def evaluate(model: FrameTransformer, clips: Sequence[Clip], background: torch.Tensor | None) -> Evaluation:
-    """Roll ``model`` out over ``clips``, in rings of several sizes, one denoise pass a frame.
-
-    The mean frame is that of the training data (its median) where there is one, else that of the context.
-    """
+    """Roll ``model`` out over ``clips``, in rings of several sizes. background: as for ``baselines``."""
     loops = background is None
     context = LOOP_CONTEXT if loops else GAME_CONTEXT
     truth = np.stack([clip.frames[context:] for clip in clips])
-    last = np.stack([clip.frames[context - 1 : context] for clip in clips])
-    if background is None:
-        mean = np.stack([clip.frames[:context].mean(0, keepdims=True) for clip in clips])
-    else:
-        mean = frames_to_uint8(background[None])[None]
-    rings = LOOP_RINGS if loops else GAME_RINGS
     return Evaluation(
-        model={ring: psnr(_rollouts(model, clips, ring, context), truth) for ring in rings},
-        repeat_last=psnr(last, truth),
-        mean_frame=psnr(mean, truth),
+        model={
+            ring: psnr(rollouts(model, clips, ring, context), truth) for ring in (LOOP_RINGS if loops else GAME_RINGS)
+        },
+        baselines={name: psnr(frames, truth) for name, frames in baselines(clips, context, background).items()},
     )
 
 
+def baselines(clips: Sequence[Clip], context: int, background: torch.Tensor | None) -> dict[str, np.ndarray]:
+    """What needs no model, as frames uint8 ``[clips, 1, H, W, C]``: the last context frame, and the mean frame.
+
+    background: ``[C, H, W]``, to stand for the mean frame; None: the mean of the context.
+    """
+    last = np.stack([clip.frames[context - 1 : context] for clip in clips])
+    if background is None:
+        mean = np.stack([clip.frames[:context].mean(axis=0, keepdims=True).round().astype(np.uint8) for clip in clips])
+    else:
+        mean = np.repeat(frames_to_uint8(background[None])[None], len(clips), axis=0)
+    return {"repeat_last": last, "mean_frame": mean}
+
+
 def psnr(frames: np.ndarray, truth: np.ndarray) -> list[float]:
-    """dB per frame, the mean over clips of 8-bit ``[clips, N, H, W, C]``; 48 for the one equal frame, not infinity."""
+    """dB per frame of 8-bit ``[clips, N, H, W, C]``, the mean over clips; at most 48, one grey level."""
     squared = np.square(frames.astype(np.float64) - truth).mean(axis=(2, 3, 4))
     return (10 * np.log10(255.0**2 / squared.clip(1.0))).mean(axis=0).tolist()
 
 
-def _rollouts(model: FrameTransformer, clips: Sequence[Clip], ring_frames: int, context: int) -> np.ndarray:
-    """Generated frames uint8 ``[clips, PREDICTED, H, W, C]``."""
+def rollouts(model: FrameTransformer, clips: Sequence[Clip], ring_frames: int, context: int) -> np.ndarray:
+    """Generated frames uint8 ``[clips, PREDICTED, H, W, C]``, one denoise pass each, through the served path."""
     config = model.config
     layer = RingKVLayerConfig(ring_frames=ring_frames, ring_buckets=ring_frames, pinned_dilation=1)
     geometry = RingKVConfig(

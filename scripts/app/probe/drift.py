@@ -15,7 +15,7 @@ from scripts.app.probe.result import Found, Series, Sheet, number, numbers
 from scripts.app.probe.stats import Values
 from scripts.app.schema import RolloutConfig
 
-Y_LABEL = "root mean squared difference to the reference (frames in [-1, 1])"
+Y_LABEL = "RMS difference, frames in [-1, 1]"
 
 
 def measure(setup: Setup) -> Found:
@@ -58,16 +58,26 @@ def measure(setup: Setup) -> Found:
             "drift/total_rms_mean": float(free.mean()),
         },
     )
-    middle = np.median(envelope, axis=0)
-    panel = "drift from the reference rollout"
-    for name, values, low, high in (
+    low, high = numbers(envelope.min(axis=0)), numbers(envelope.max(axis=0))
+    for name, values, *edges in (
         ("identical replay", identical, None, None),
-        (f"{knobs.replays} replays, one ulp off", middle, envelope.min(axis=0), envelope.max(axis=0)),
+        (f"{knobs.replays} replays, one ulp off", np.median(envelope, axis=0), low, high),
         (f"candidate, free running: {differs}", free, None, None),
         ("candidate, on the reference's frames: cache error", forced, None, None),
     ):
-        edges = [None if each is None else numbers(each) for each in (low, high)]
-        found.series.append(Series(panel, name, clocks, numbers(values), "frame", Y_LABEL, *edges, logarithmic=True))
+        found.series.append(
+            Series(
+                "drift from the reference rollout",
+                name,
+                clocks,
+                numbers(values),
+                "frame",
+                Y_LABEL,
+                low=edges[0],
+                high=edges[1],
+                logarithmic=True,
+            )
+        )
     found.tables.append(_segments(clocks, knobs.segment_frames, identical, envelope, free, forced))
     if not free.any():
         verdict = "The candidate is equal to the reference to the last bit."

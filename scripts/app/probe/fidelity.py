@@ -18,6 +18,8 @@ from scripts.app.probe.drive import Setup
 from scripts.app.probe.result import Found, Series, Sheet, number, spread_text
 from scripts.app.probe.stats import Bootstrap, Interval, Values, first_touching
 
+ONE, MEAN = "model, one sample", "model, mean of {} ({} clips)"
+
 REPORTED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Predicted frames, counted from 1, that the table shows."""
 
@@ -27,6 +29,7 @@ def measure(setup: Setup) -> Found:
     config, knobs = setup.probe.config, setup.probe.config.probe
     assert knobs.clips is not None
     assert knobs.samples is not None
+    assert knobs.sampled_clips is not None
     assert config.num_frames is not None
     clips = held_out(setup, knobs.clips)
     predicted = config.num_frames - config.context_frames
@@ -38,7 +41,7 @@ def measure(setup: Setup) -> Found:
             "context frames": config.context_frames,
             "predicted frames": predicted,
             "stride": "none: one clip from each recording",
-            "samples": knobs.samples,
+            "samples": f"{knobs.samples} of clips 0 to {knobs.sampled_clips - 1}, 1 of the rest",
             "kv": config.kv.strategy,
             "ring_frames": config.ring_frames,
             "dilation": config.dilation,
@@ -48,21 +51,21 @@ def measure(setup: Setup) -> Found:
         summary={},
     )
     truth = np.stack([clip.frames[config.context_frames :] for clip in clips])
-    one, mean = _rollouts(setup, clips, knobs.samples)
+    one, mean = _rollouts(setup, clips, knobs.samples, knobs.sampled_clips)
     everything = np.concatenate([clip.frames for clip in clips])
     ways = {
-        "model, one sample": one,
-        f"model, mean of {knobs.samples}": mean,
+        ONE: one,
+        MEAN.format(knobs.samples, knobs.sampled_clips): mean,
         "repeat last": np.stack([np.repeat(clip.frames[[config.context_frames - 1]], predicted, 0) for clip in clips]),
         "mean frame": np.broadcast_to(everything.mean(axis=0).round().astype(np.uint8), truth.shape),
     }
     if knobs.samples == 1:
-        del ways["model, mean of 1"]
-    bootstrap = Bootstrap(knobs.clips, config.seed)
-    _measure_quality(ways, truth, bootstrap, found)
+        del ways[MEAN.format(1, knobs.sampled_clips)]
+    bootstraps = {count: Bootstrap(count, config.seed) for count in {knobs.clips, knobs.sampled_clips}}
+    _measure_quality(ways, truth, bootstraps, found)
     found.notes.append("Mean frame: of all frames of these very clips, the predicted ones too: no model could know it.")
     if config.data.name in positions.MEASURES and truth.shape[-1] == 3 and min(truth.shape[2:4]) >= positions.MIN_SIDE:
-        positions.MEASURES[config.data.name](everything, truth, one, bootstrap, found)
+        positions.MEASURES[config.data.name](everything, truth, one, bootstraps[knobs.clips], found)
     elif config.data.name in positions.MEASURES:
         found.notes.append(
             f"Places of sprites: read in RGB of {positions.MIN_SIDE} x {positions.MIN_SIDE} or more only."
@@ -96,8 +99,11 @@ def held_out(setup: Setup, count: int) -> list[Clip]:
     return clips
 
 
-def _rollouts(setup: Setup, clips: list[Clip], samples: int) -> tuple[Pixels, Pixels]:
-    """The first sample, and the mean of all, of each clip: uint8 [clips, predicted, H, W, C] both."""
+def _rollouts(setup: Setup, clips: list[Clip], samples: int, sampled_clips: int) -> tuple[Pixels, Pixels]:
+    """The first sample of each clip, and the mean of all of each of the first ``sampled_clips``.
+
+    uint8 [clips, predicted, H, W, C] both.
+    """
     config = setup.probe.config
     assert config.num_frames is not None
     requests = [
@@ -110,33 +116,36 @@ def _rollouts(setup: Setup, clips: list[Clip], samples: int) -> tuple[Pixels, Pi
             actions=torch.from_numpy(clip.actions),
         )
         for sample in range(samples)
-        for index, clip in enumerate(clips)
+        for index, clip in enumerate(clips if sample == 0 else clips[:sampled_clips])
     ]
     made = setup.roll(setup.probe.points["rollout",], requests)
-    one, mean = [], []
-    for index in range(len(clips)):
+    one = [frames_to_uint8(made[f"clip-{index}-sample-0"]) for index in range(len(clips))]
+    mean = []
+    for index in range(sampled_clips):
         drawn = torch.stack([made[f"clip-{index}-sample-{sample}"] for sample in range(samples)])
-        one.append(frames_to_uint8(drawn[0]))
         mean.append(frames_to_uint8(drawn.clamp(-1, 1).mean(dim=0)))
     return np.stack(one), np.stack(mean)
 
 
-def _measure_quality(ways: dict[str, Pixels], truth: Pixels, bootstrap: Bootstrap, found: Found) -> None:
-    """PSNR and SSIM of every way, per predicted frame, and the first sample's lead over the baselines, paired."""
+def _measure_quality(ways: dict[str, Pixels], truth: Pixels, bootstraps: dict[int, Bootstrap], found: Found) -> None:
+    """PSNR and SSIM of every way, per predicted frame, and the first sample's lead over the baselines, paired.
+
+    ways: uint8 [n, predicted, H, W, C] of the first n clips. bootstraps: by n.
+    """
     clips, predicted = truth.shape[:2]
     frames = list(range(1, predicted + 1))
     x_label = "predicted frame"
-    flat = truth.reshape(-1, *truth.shape[2:])
     leads: dict[str, Interval] = {}
     for label, unit, score in (("PSNR", " (dB)", frame_psnr), ("SSIM", "", frame_ssim)):
         scores: dict[str, Values] = {
-            name: score(way.reshape(flat.shape), flat).numpy().reshape(clips, predicted) for name, way in ways.items()
+            name: score(_flat(way), _flat(truth[: len(way)])).numpy().reshape(-1, predicted)
+            for name, way in ways.items()
         }
-        for name, values in scores.items():
-            curve = bootstrap.mean(values)
+        curves = {name: bootstraps[len(values)].mean(values) for name, values in scores.items()}
+        for name, curve in curves.items():
             found.series.append(Series.of(label, name, frames, curve, x_label=x_label, y_label=label + unit))
         for baseline in ("repeat last", "mean frame"):
-            lead = bootstrap.mean(scores["model, one sample"] - scores[baseline])
+            lead = bootstraps[clips].mean(scores[ONE] - scores[baseline])
             leads[f"{label} - {baseline}"] = lead
             found.series.append(
                 Series.of(
@@ -153,30 +162,30 @@ def _measure_quality(ways: dict[str, Pixels], truth: Pixels, bootstrap: Bootstra
             Sheet(
                 f"{label}{unit} per predicted frame, mean over clips, and 95 % intervals",
                 ["frame", *ways],
-                [
-                    [frame, *(spread_text(_at(bootstrap.mean(scores[name]), frame - 1), 4) for name in ways)]
-                    for frame in shown
-                ],
+                [[frame, *(spread_text(_at(curve, frame - 1), 4) for curve in curves.values())] for frame in shown],
             )
         )
         for frame in shown:
-            found.summary[f"fidelity/{label.lower()}_frame{frame}"] = number(
-                scores["model, one sample"][:, frame - 1].mean()
-            )
+            found.summary[f"fidelity/{label.lower()}_frame{frame}"] = number(curves[ONE].middle[frame - 1])
     rows: list[list[Any]] = []
     for name, lead in leads.items():
         first = first_touching(lead)
         rows.append([name, "none" if first is None else str(first + 1), number(np.min(lead.middle))])
     found.tables.append(
         Sheet(
-            "One sample's lead over the baselines",
-            ["lead", f"first of {predicted} frames whose interval touches zero", "smallest mean lead"],
+            f"One sample's lead over the baselines: first of {predicted} frames whose interval touches zero",
+            ["lead", "frame", "smallest mean lead"],
             rows,
         )
     )
     touching = [first_touching(lead) for name, lead in leads.items() if name.startswith("PSNR")]
     known = [frame + 1 for frame in touching if frame is not None]
     found.summary["fidelity/first_frame_touching_zero"] = min(known) if known else None
+
+
+def _flat(frames: Pixels) -> Pixels:
+    """uint8 [n, predicted, H, W, C] as [n * predicted, H, W, C]."""
+    return frames.reshape(-1, *frames.shape[2:])
 
 
 def _at(interval: Interval, index: int) -> Interval:

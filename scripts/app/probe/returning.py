@@ -17,12 +17,14 @@ from scripts.app.geometry import model_config
 from scripts.app.probe.check import oracle_dilations, raw_point
 from scripts.app.probe.drive import Setup
 from scripts.app.probe.oracle import OracleReader, oracle_model, oracle_requests, to_values
-from scripts.app.probe.result import Found, Series, Sheet, number, numbers
+from scripts.app.probe.result import Found, Series, Sheet, numbers
 from scripts.app.probe.stats import Bootstrap, Values
 from scripts.app.strategies import kv_bytes, kv_config, ring_layers, seen_past
 
 ORACLE_PHOTO, ORACLE_PITCH = "flower", 2
 """A grid of 13 x 20 places, no two of which look the same."""
+
+GAP_LABEL = "frames since the place was left, g"
 
 _MIB = 1024.0**2
 
@@ -58,7 +60,7 @@ def measure(setup: Setup) -> Found:
                     name,
                     list(range(1, knobs.max_gap + 1)),
                     numbers(kept),
-                    "frames since the place was left, g",
+                    GAP_LABEL,
                     "share of returns found (oracle reader)",
                 )
             )
@@ -83,6 +85,10 @@ def measure(setup: Setup) -> Found:
         f"The oracle's sum is over g = 1 to {knobs.max_gap}; the model's ({setup.weights_name}) is the area under its "
         f"curve from {low} to {high}."
     )
+    if max(knobs.dilations) > 1:
+        found.notes.append(
+            "The model is asked at clock 2 g, where a layer of dilation d holds what was seen g frames ago if d divides g."
+        )
     if setup.weights.model.config.num_actions < 5:
         found.notes.append("The model has no actions of a camera: every step is told as NOOP.")
     return found
@@ -153,25 +159,15 @@ def _trained_curves(
         squared = np.array([(f.double() - p.double()).square().mean(dim=(1, 2, 3)).numpy() for f, p in pairs])
         accuracy.append((squared.argmin(axis=1) == 0).astype(float))
         psnr.append(10 * np.log10(4.0 / np.maximum(squared[:, 0], 1e-6)))
-    shown = {"x_label": "frames since the place was left, g"}
-    hit, quality = (bootstrap.mean(np.stack(each, axis=1)) for each in (accuracy, psnr))
     weights = setup.weights_name
-    found.series.append(
-        Series.of(
-            f"{weights}: nearest place",
-            name,
-            gaps,
-            hit,
-            y_label=f"share nearest to the right place ({weights})",
-            **shown,
-        )
-    )
-    found.series.append(
-        Series.of(f"{weights}: PSNR of the returned place", name, gaps, quality, y_label="PSNR (dB)", **shown)
-    )
-    area = number(np.trapezoid(hit.middle, gaps)) if len(gaps) > 1 else number(hit.middle[0])
-    assert area is not None
-    return area
+    for panel, values, y_label in (
+        (f"{weights}: nearest place", accuracy, f"share nearest to the right place ({weights})"),
+        (f"{weights}: PSNR of the returned place", psnr, "PSNR (dB)"),
+    ):
+        curve = bootstrap.mean(np.stack(values, axis=1))
+        found.series.append(Series.of(panel, name, gaps, curve, x_label=GAP_LABEL, y_label=y_label))
+    hit = np.mean(accuracy, axis=1)
+    return float(np.trapezoid(hit, gaps)) if len(gaps) > 1 else float(hit[0])
 
 
 def _horizon(setup: Setup, ring: int, dilation: int) -> str:
