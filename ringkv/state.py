@@ -19,7 +19,7 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def check_fields(state: object, dtype: torch.dtype) -> State:
-    """``state`` if its fields are there and its version, clock and dtype make sense, else ``ValueError`` with one line."""
+    """``state`` if its fields are there and version, clock and dtype make sense, else ``ValueError`` with one line."""
     if not isinstance(state, dict):
         raise ValueError(f"state is a {type(state).__name__}: expected the dict that get_state returns")
     absent = [key for key in ("version", "clock", "geometry", "dtype", "layers") if key not in state]

@@ -143,7 +143,7 @@ def test_the_effective_config_has_the_values_that_nulls_stand_for_and_absolute_p
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    asked = compose_one("ring_frames=32", "dtype=bfloat16", "data.folder=cached")
+    asked = compose_one("model=tiny", "ring_frames=32", "dtype=bfloat16", "data.folder=cached")
     config = effective(asked)
     assert (config.ring_buckets, config.num_frames, config.kv_dtype) == (32, 96, "bfloat16")
     assert (config.tokens_per_frame, config.global_period, config.sigmas) == (64, 3, [1.0, 0.9, 0.75, 0.3, 0.0])
@@ -165,7 +165,8 @@ def test_by_default_a_ring_wraps_twice_and_there_is_room_to_generate(ring_frames
 
 def test_the_logged_config_is_plain_json_with_interpolations_resolved_and_types_kept():
     """Config nodes, dtypes and paths have broken loggers' JSON before; ints became floats or text."""
-    config = effective(compose_one("ring_frames=32", "seed=${num_sessions}", "num_sessions=2", "dtype=bfloat16"))
+    knobs = ["model=tiny", "ring_frames=32", "seed=${num_sessions}", "num_sessions=2", "dtype=bfloat16"]
+    config = effective(compose_one(*knobs))
     logged = json.loads(dumps_strict(to_plain(config)))
     assert logged["ring_frames"] == 32
     assert type(logged["ring_frames"]) is int

@@ -149,7 +149,7 @@ def test_there_is_a_file_for_every_strategy_and_it_says_which():
 
 def test_the_sizes_follow_the_knobs():
     def bytes_of(*overrides: str) -> tuple[int, object]:
-        (composed,) = compose_all("rollout", ["threads=1", *overrides], multirun=False).points
+        (composed,) = compose_all("rollout", ["model=tiny", "threads=1", *overrides], multirun=False).points
         config = effective(composed)
         geometry = model_config(config)
         return STRATEGIES[config.kv.strategy].holds(config, geometry), config.kv

@@ -108,7 +108,8 @@ def test_the_waypoint_presets_have_the_published_geometry(name, grid):
 def test_an_unknown_preset_is_refused_by_name():
     with pytest.raises(ValueError) as caught:
         preset("huge")
-    assert str(caught.value) == "model='huge': expected one of tiny, small, freeway, pong, recall, waypoint_360p, waypoint_720p"
+    names = "tiny, small, freeway, pong, recall, waypoint_360p, waypoint_720p"
+    assert str(caught.value) == f"model='huge': expected one of {names}"
 
 
 def test_every_global_period_th_layer_is_dilated():

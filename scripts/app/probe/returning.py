@@ -87,7 +87,7 @@ def measure(setup: Setup) -> Found:
     )
     if max(knobs.dilations) > 1:
         found.notes.append(
-            "The model is asked at clock 2 g, where a layer of dilation d holds what was seen g frames ago if d divides g."
+            "The model is asked at clock 2 g: a layer of dilation d holds what was seen g frames ago if d divides g."
         )
     if setup.weights.model.config.num_actions < 5:
         found.notes.append("The model has no actions of a camera: every step is told as NOOP.")
