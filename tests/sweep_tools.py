@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ringkv.harness.records import RunDir
@@ -71,3 +73,19 @@ def sweep_json(folder: Path) -> dict[str, Any]:
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """The rows of a sweep."""
     return sweep_json(folder)["rows"]
+
+
+def wait_until(condition: Any, seconds: float = 60) -> None:
+    """Look again and again until ``condition()`` holds; fails after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited for {seconds} seconds"
+        time.sleep(0.05)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for yet counts as ended."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

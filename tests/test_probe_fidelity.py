@@ -100,6 +100,7 @@ def test_a_perfect_prediction_keeps_every_car_and_follows_the_chicken():
     summary = judged("freeway", recorded("freeway")).summary
     assert summary["fidelity/chicken_correlation"] == pytest.approx(1.0)
     assert summary["fidelity/chicken_found"] == summary["fidelity/cars_kept_worst_lane"] == 1.0
+    assert summary["fidelity/chicken_within_2px"] == 1.0
 
 
 @pytest.mark.parametrize(("columns", "kept"), [(1, 1.0), (-1, 1.0), (4, 0.0)])
@@ -121,6 +122,7 @@ def test_noise_has_no_sprites_and_so_fails():
     freeway = judged("freeway", noise).summary
     assert freeway["fidelity/chicken_correlation"] is None
     assert freeway["fidelity/chicken_found"] == freeway["fidelity/cars_kept_mean"] == 0.0
+    assert freeway["fidelity/chicken_within_2px"] == 0.0
     pong = judged("pong", noise).summary
     assert pong["fidelity/paddle_correlation"] is pong["fidelity/ball_error_px_worst_frame"] is None
     assert pong["fidelity/paddle_found"] == pong["fidelity/ball_found"] == 0.0
@@ -175,10 +177,11 @@ def test_fidelity_reports_every_predicted_frame_beside_both_baselines(tmp_path: 
         mean = np.concatenate([c.frames for c in clips]).mean(axis=0).round().astype(np.uint8)[None]
         expected = np.mean([float(frame_psnr(mean, c.frames[[3 + frame]])[0]) for c in clips])
         assert series["PSNR", "mean frame"]["y"][frame] == pytest.approx(expected)
-        lead = series["PSNR", "model, one sample"]["y"][frame] - repeat
-        assert series["PSNR: lead of one sample", "over repeat last"]["y"][frame] == pytest.approx(lead)
-    assert series["PSNR", "model, mean of 2 (1 clips)"]["low"] is None  # one clip has no spread
-    assert min(series["PSNR", "model, mean of 2 (1 clips)"]["y"]) > 0
+        lead = series["PSNR", "one sample"]["y"][frame] - repeat
+        assert series["PSNR: leads, paired", "one sample over repeat last"]["y"][frame] == pytest.approx(lead)
+    gain = series["PSNR: leads, paired", "mean of samples over one sample"]
+    assert gain["low"] is None  # one clip has no spread
+    assert min(gain["y"]) > 0  # of two noises the mean is the nearer one
     assert result["summary"]["fidelity/first_frame_touching_zero"] == 1
     assert result["summary"]["fidelity/chicken_found"] == 0.0
 
@@ -190,7 +193,7 @@ def test_grey_frames_are_judged_by_quality_alone_and_that_is_told(tmp_path: Path
     assert any("RGB of 48 x 48" in note for note in result["notes"])
     assert not any("chicken" in key for key in result["summary"])
     assert {each["name"] for each in result["series"] if each["panel"] == "PSNR"} == {
-        "model, one sample",
+        "one sample",
         "repeat last",
         "mean frame",
     }

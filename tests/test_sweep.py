@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from scripts.app.sweep_record import REASONS, ROW_COLUMNS, ROW_METRICS, held
 from scripts.app.sweep_resume import reason_of
 from scripts.rollout import main
 from tests.cli_tools import WandbStub, refusal
-from tests.sweep_tools import SWEEP_TINY, Children, rows_of, sweep_json
+from tests.sweep_tools import SWEEP_TINY, Children, gone, rows_of, sweep_json, wait_until
 
 ROOT = Path(__file__).parents[1]
 
@@ -315,18 +314,3 @@ def test_the_constraints_of_an_extra_differ_from_the_others_only_where_its_packa
 def pins(file: Path) -> dict[str, str]:
     lines = [line for line in file.read_text().splitlines() if line and not line.startswith("#")]
     return {name.lower().replace("_", "-"): version for name, version in (line.split("==") for line in lines)}
-
-
-def wait_until(condition: Any, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited for {seconds} seconds"
-        time.sleep(0.05)
-
-
-def gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody has waited for yet counts as ended."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,7 @@ from omegaconf import OmegaConf
 from ringkv.harness.records import read_config, read_frames, read_summary
 from scripts import collect, report
 from scripts.rollout import main
-from tests.sweep_tools import SWEEP_TINY, rows_of, sweep_json
-from tests.test_sweep import gone, wait_until
+from tests.sweep_tools import SWEEP_TINY, gone, rows_of, sweep_json, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -112,19 +114,26 @@ def test_a_sweep_that_was_killed_half_way_is_resumed_collected_and_reported(basi
 # -- with the extras, in environments of their own --------------------------------------------------------------------
 
 
-def environment(folder: Path, extra: str) -> Path:
-    """The Python of a new environment with this project and one extra, as its constraints file has them."""
+@contextlib.contextmanager
+def environment(folder: Path, extra: str) -> Iterator[Path]:
+    """The Python of a new environment with this project and one extra, as its constraints file has them.
+
+    It is gone afterwards: pytest keeps the folders of its last runs, and each environment takes more than a gigabyte.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"][extra]]
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     program = folder / "bin" / "python"
     constraints = str(ROOT / f"constraints-{extra}.txt")
-    subprocess.run([program, "-m", "pip", "install", "--quiet", "--constraint", constraints, *wanted], check=True)
-    subprocess.run([program, "-m", "pip", "check"], check=True)
-    # In place of pip install --editable, which would rewrite the checkout's metadata while other tests read it.
-    (site,) = (folder / "lib").glob("python*/site-packages")
-    (site / "ringkv.pth").write_text(f"{ROOT}\n")
-    return program
+    try:
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        subprocess.run([program, "-m", "pip", "install", "--quiet", "--constraint", constraints, *wanted], check=True)
+        subprocess.run([program, "-m", "pip", "check"], check=True)
+        # In place of pip install --editable, which would rewrite the checkout's metadata while other tests read it.
+        (site,) = (folder / "lib").glob("python*/site-packages")
+        (site / "ringkv.pth").write_text(f"{ROOT}\n")
+        yield program
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_there(program: Path, *overrides: str) -> str:
@@ -139,26 +148,30 @@ def run_there(program: Path, *overrides: str) -> str:
 def test_two_points_run_through_a_launcher_for_more_machines_than_this_one(
     extra: str, launcher: str, basic: Path, tmp_path: Path
 ):
-    program = environment(tmp_path / "environment", extra)
-    two = [override.replace("range(2,14)", "3,4") for override in TWELVE]
-    out = run_there(program, f"hydra/launcher={launcher}", *two, f"hydra.sweep.dir={tmp_path / 's'}")
-    assert "2 ok, 0 failed" in out
+    two = [f"hydra/launcher={launcher}", *(override.replace("range(2,14)", "3,4") for override in TWELVE)]
+    folder = tmp_path / "s"
+    with environment(tmp_path / "environment", extra) as program:
+        assert "2 ok, 0 failed" in run_there(program, *two, f"hydra.sweep.dir={folder}")
+        rows = rows_of(folder)
+        assert "2 ok, 0 failed" in run_there(program, *two, f"sweep.resume={folder}")
+    assert rows_of(folder) == rows, "nothing ran again"
     expected = [[row | {"job": row["job"] - 1}, *others] for row, *others in records_of(basic)[1:3]]
-    assert records_of(tmp_path / "s") == expected
-    assert sweep_json(tmp_path / "s")["launcher"] == launcher
-    assert "2 ok, 0 failed" in run_there(program, f"hydra/launcher={launcher}", *two, f"sweep.resume={tmp_path / 's'}")
+    assert records_of(folder) == expected
+    assert sweep_json(folder)["launcher"] == launcher
 
 
 def test_an_optimiser_looks_for_points_that_are_fast_and_small_and_takes_failed_ones_for_what_they_are(tmp_path: Path):
-    program = environment(tmp_path / "environment", "optuna")
+    folder = tmp_path / "s"
     search = ["ring_frames=choice(2,4)", "tokens_per_frame=choice(16,50)", "kv=choice(ring,shift)", "num_frames=6"]
     quick = [override for override in ROLLOUT if not override.startswith("tokens_per_frame")]
-    command = [program, str(ROOT / "scripts" / "rollout.py"), "-m", "experiment=pareto", *quick, *search]
-    done = subprocess.run([*command, "hydra.sweeper.n_trials=6", f"hydra.sweep.dir={tmp_path / 's'}"])
-    rows = rows_of(tmp_path / "s")
+    command = [str(ROOT / "scripts" / "rollout.py"), "-m", "experiment=pareto", *quick, *search]
+    with environment(tmp_path / "environment", "optuna") as program:
+        done = subprocess.run([program, *command, "hydra.sweeper.n_trials=6", f"hydra.sweep.dir={folder}"])
+    rows = rows_of(folder)
     assert [row["job"] for row in rows] == list(range(6))
-    assert done.returncode == (1 if any(row["status"] == "failed" for row in rows) else 0)
-    front = OmegaConf.load(tmp_path / "s" / "optimization_results.yaml").solutions
+    assert {row["reason"] for row in rows} == {None, "refused"}
+    assert done.returncode == 1
+    front = OmegaConf.load(folder / "optimization_results.yaml").solutions
     measured = [
         (row["throughput/frames_per_s"], row["memory/kv_bytes"] / 2**20) for row in rows if row["status"] == "ok"
     ]

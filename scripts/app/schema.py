@@ -240,7 +240,8 @@ class ProbeKnobs:
     name: recall, return, fidelity or drift. clips: held-out loops, circuits or recordings at every point.
     loop_frames: lengths of loops. rings, dilations: values of ring_frames and dilation to try. max_gap: longest return
     of the oracle reader, frames. gaps: returns that the trained model is asked for, even numbers of frames. samples:
-    rollouts of each of the first ``sampled_clips`` clips, whose mean is judged too. replays: perturbed ones. segment_frames: of a drift table's row.
+    rollouts of each of the first ``sampled_clips`` clips, whose mean is judged too. replays: perturbed ones.
+    segment_frames: of a drift table's row.
     candidate_kv, candidate_attention, candidate_kv_dtype: what the candidate of a drift differs in: a file of conf/kv,
     a value of attention, one of kv_dtype; null: as the reference.
     """

@@ -143,7 +143,8 @@ def measure_frames(bench: Bench, budget: Budget) -> Iterator[dict[str, Any]]:
         for sessions in (1, BATCH):
             lanes[sessions, "compiled"] = _started(config, compiled, state, sessions, compiled=True)
     except Exception as error:  # no compiler on this machine, say: a row of the result
-        failures = {(sessions, "compiled"): error_line(error) for sessions in (1, BATCH)}
+        absent = [key for key in ((1, "compiled"), (BATCH, "compiled")) if key not in lanes]
+        failures = dict.fromkeys(absent, error_line(error))
     samples: dict[str, Sample] = {f"{mode} {count}": timed(steps.step) for (count, mode), steps in lanes.items()}
     for sessions, bare in kernels.items():
         samples[f"floor {sessions}"] = partial(_kernel_sample, bare, lanes[sessions, "eager"])

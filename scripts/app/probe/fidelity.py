@@ -18,7 +18,7 @@ from scripts.app.probe.drive import Setup
 from scripts.app.probe.result import Found, Series, Sheet, number, spread_text
 from scripts.app.probe.stats import Bootstrap, Interval, Values, first_touching
 
-ONE, MEAN = "model, one sample", "model, mean of {} ({} clips)"
+ONE, MEAN, REPEAT, AVERAGE = "one sample", "mean of samples", "repeat last", "mean frame"
 
 REPORTED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Predicted frames, counted from 1, that the table shows."""
@@ -55,12 +55,12 @@ def measure(setup: Setup) -> Found:
     everything = np.concatenate([clip.frames for clip in clips])
     ways = {
         ONE: one,
-        MEAN.format(knobs.samples, knobs.sampled_clips): mean,
-        "repeat last": np.stack([np.repeat(clip.frames[[config.context_frames - 1]], predicted, 0) for clip in clips]),
-        "mean frame": np.broadcast_to(everything.mean(axis=0).round().astype(np.uint8), truth.shape),
+        MEAN: mean,
+        REPEAT: np.stack([np.repeat(clip.frames[[config.context_frames - 1]], predicted, 0) for clip in clips]),
+        AVERAGE: np.broadcast_to(everything.mean(axis=0).round().astype(np.uint8), truth.shape),
     }
     if knobs.samples == 1:
-        del ways[MEAN.format(1, knobs.sampled_clips)]
+        del ways[MEAN]
     bootstraps = {count: Bootstrap(count, config.seed) for count in {knobs.clips, knobs.sampled_clips}}
     _measure_quality(ways, truth, bootstraps, found)
     found.notes.append("Mean frame: of all frames of these very clips, the predicted ones too: no model could know it.")
@@ -128,11 +128,12 @@ def _rollouts(setup: Setup, clips: list[Clip], samples: int, sampled_clips: int)
 
 
 def _measure_quality(ways: dict[str, Pixels], truth: Pixels, bootstraps: dict[int, Bootstrap], found: Found) -> None:
-    """PSNR and SSIM of every way, per predicted frame, and the first sample's lead over the baselines, paired.
+    """PSNR and SSIM of every way, per predicted frame, and paired leads: of one sample over the baselines, and of the
+    mean of samples over one.
 
     ways: uint8 [n, predicted, H, W, C] of the first n clips. bootstraps: by n.
     """
-    clips, predicted = truth.shape[:2]
+    predicted = truth.shape[1]
     frames = list(range(1, predicted + 1))
     x_label = "predicted frame"
     leads: dict[str, Interval] = {}
@@ -144,17 +145,14 @@ def _measure_quality(ways: dict[str, Pixels], truth: Pixels, bootstraps: dict[in
         curves = {name: bootstraps[len(values)].mean(values) for name, values in scores.items()}
         for name, curve in curves.items():
             found.series.append(Series.of(label, name, frames, curve, x_label=x_label, y_label=label + unit))
-        for baseline in ("repeat last", "mean frame"):
-            lead = bootstraps[clips].mean(scores[ONE] - scores[baseline])
-            leads[f"{label} - {baseline}"] = lead
+        for better, worse in ((ONE, REPEAT), (ONE, AVERAGE), *([(MEAN, ONE)] if MEAN in ways else [])):
+            both = min(len(scores[better]), len(scores[worse]))
+            lead = bootstraps[both].mean(scores[better][:both] - scores[worse][:both])
+            name = f"{better} over {worse}"
+            leads[f"{label}: {name}"] = lead
             found.series.append(
                 Series.of(
-                    f"{label}: lead of one sample",
-                    f"over {baseline}",
-                    frames,
-                    lead,
-                    x_label=x_label,
-                    y_label=f"{label} minus the baseline's{unit}",
+                    f"{label}: leads, paired", name, frames, lead, x_label=x_label, y_label=f"{label} difference{unit}"
                 )
             )
         shown = [frame for frame in REPORTED if frame <= predicted]
@@ -173,12 +171,12 @@ def _measure_quality(ways: dict[str, Pixels], truth: Pixels, bootstraps: dict[in
         rows.append([name, "none" if first is None else str(first + 1), number(np.min(lead.middle))])
     found.tables.append(
         Sheet(
-            f"One sample's lead over the baselines: first of {predicted} frames whose interval touches zero",
+            f"Paired leads: first of {predicted} frames whose interval touches zero",
             ["lead", "frame", "smallest mean lead"],
             rows,
         )
     )
-    touching = [first_touching(lead) for name, lead in leads.items() if name.startswith("PSNR")]
+    touching = [first_touching(leads[f"PSNR: {ONE} over {baseline}"]) for baseline in (REPEAT, AVERAGE)]
     known = [frame + 1 for frame in touching if frame is not None]
     found.summary["fidelity/first_frame_touching_zero"] = min(known) if known else None
 
