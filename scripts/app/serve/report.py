@@ -118,8 +118,9 @@ def write_png(path: Path, serving: Serving, rows: Sequence[Mapping[str, Any]]) -
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    heading = ("per min", "pool", "policy", "served", "refused", "wait p50", "p95 s", "on time", "parked")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    heading = ("/min", "pool", "policy", "served", "refused", "p50 s", "p95 s", "on time", "parked")
+    title = "requests per minute, wait for a seat (p50, p95), frames on time, most bytes parked"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in heading:
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     for row in rows:
