@@ -7,7 +7,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -390,17 +390,6 @@ def test_an_interrupted_comparison_keeps_what_it_measured(tmp_path: Path, monkey
 
 
 # -- W&B ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbStub]:
-    """A stand-in for the wandb package in this process."""
-    stub = WandbStub(tmp_path / "stub")
-    monkeypatch.syspath_prepend(stub.folder)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    monkeypatch.setenv("WANDB_STUB_CALLS", str(stub.calls_file))
-    yield stub
-    sys.modules.pop("wandb", None)
 
 
 def test_each_strategy_is_a_wandb_run_of_one_group_with_every_frame(

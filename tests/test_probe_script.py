@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -169,17 +167,6 @@ def test_under_canonical_reads_a_strategy_of_the_same_window_is_the_reference(kv
     knobs = {"attention": "canonical", "candidate_kv_dtype": None, "candidate_kv": kv}
     found = drift.measure(setup_of("drift", data="synthetic", **SMALL_DRIFT, **knobs))
     assert (found.summary["drift/candidate_rms_last"] == 0) is equal
-
-
-@pytest.fixture
-def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbStub]:
-    """A stand-in for the wandb package in this process."""
-    stub = WandbStub(tmp_path / "stub")
-    monkeypatch.syspath_prepend(stub.folder)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    monkeypatch.setenv("WANDB_STUB_CALLS", str(stub.calls_file))
-    yield stub
-    sys.modules.pop("wandb", None)
 
 
 def test_drift_of_a_coarser_cache_leaves_the_envelope_and_is_split_in_two_and_tracked(

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,6 @@ from tests.wandb_reader import read_offline_run
 
 TEN = ("num_frames=10", "snapshot_every=5")
 TIMED_KEYS = ("latency/", "throughput/", "warmup/ms", "context/ms", "compile/", "memory/peak_rss_bytes", "machine")
-
-
-@pytest.fixture
-def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbStub]:
-    stub = WandbStub(tmp_path / "stub")
-    monkeypatch.syspath_prepend(stub.folder)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    monkeypatch.setenv("WANDB_STUB_CALLS", str(stub.calls_file))
-    yield stub
-    sys.modules.pop("wandb", None)
 
 
 def save_pixels(rollout: Rollout, folder: Path) -> None:

@@ -32,17 +32,6 @@ def decoded(path: Path) -> np.ndarray:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
-@pytest.fixture
-def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WandbStub:
-    """A stand-in for the wandb package in this process."""
-    stub = WandbStub(tmp_path / "stub")
-    monkeypatch.syspath_prepend(stub.folder)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    monkeypatch.setenv("WANDB_STUB_CALLS", str(stub.calls_file))
-    yield stub
-    sys.modules.pop("wandb", None)
-
-
 def raise_at_step(monkeypatch: pytest.MonkeyPatch, step: int, error: BaseException) -> None:
     """Make the runner's step number ``step``, from 0, raise."""
     original, done = StepRunner.step, iter(range(1000))

@@ -40,8 +40,8 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def load_clips(config: JobKnobs, model: ModelConfig) -> list[Clip]:
-    """One clip per session: session i gets clip i. ``ValueError`` for data that only decoding shows to be unfit."""
+def load_clips(config: JobKnobs, model: ModelConfig, count: int | None = None) -> list[Clip]:
+    """Clips from 0 on, ``count`` or one per session. ``ValueError`` for data that only decoding shows to be unfit."""
     assert config.num_frames is not None
     return [
         load_clip(
@@ -55,7 +55,7 @@ def load_clips(config: JobKnobs, model: ModelConfig) -> list[Clip]:
             path=config.data.path,
             folder=config.data.folder,
         )
-        for index in range(config.num_sessions)
+        for index in range(config.num_sessions if count is None else count)
     ]
 
 

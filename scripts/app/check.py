@@ -7,12 +7,15 @@ nothing. Every refusal is a ``BadInput`` naming key, value and what is allowed.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib.util
 import math
 import operator
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -22,7 +25,7 @@ from model.data.names import check_request
 from ringkv.config import PagedKVConfig
 from ringkv.memory import DTYPE_BYTES
 from scripts.app.errors import BadInput
-from scripts.app.geometry import FRAME_KNOBS, MODEL_KNOBS, model_config
+from scripts.app.geometry import fill_in_geometry, model_config
 from scripts.app.schema import JobKnobs, RolloutConfig
 from scripts.app.strategies import POOL_KNOBS, STRATEGIES, kv_bytes, kv_config, working_bytes
 
@@ -45,17 +48,12 @@ def effective(config: RolloutConfig, *, budget_bytes: float = math.inf, on_this_
     model = model_config(config)
     _check_data(config, model)
     _check_strategy(config, model)
-    for name in FRAME_KNOBS:
-        setattr(config.data, name, getattr(model, name))
-    for name in MODEL_KNOBS:
-        setattr(config.model, name, getattr(model, name))
-    config.tokens_per_frame, config.global_period = model.tokens_per_frame, model.global_period
-    config.sigmas = list(model.sigmas)
-    config.data.folder = _absolute(config.data.folder)
+    fill_in_geometry(config, model)
+    config.data.folder = absolute(config.data.folder)
     if config.data.path is not None:
-        config.data.path = _absolute(config.data.path)
+        config.data.path = absolute(config.data.path)
     if config.checkpoint not in (None, "auto"):
-        config.checkpoint = _absolute(config.checkpoint)
+        config.checkpoint = absolute(config.checkpoint)
         try:
             check_geometry(config.checkpoint, model)
         except (OSError, ValueError) as error:
@@ -64,6 +62,30 @@ def effective(config: RolloutConfig, *, budget_bytes: float = math.inf, on_this_
         _check_memory(config, model, budget_bytes)
         _check_device(config.device)
     return config
+
+
+def job_knobs(config: JobKnobs) -> dict[str, Any]:
+    """The knobs that every job that rolls out has, by name."""
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(JobKnobs)}
+
+
+def take_over(config: JobKnobs, rollout: JobKnobs, *, but: Sequence[str] = ()) -> None:
+    """Give ``config`` the values that its ``job_knobs`` have in a checked ``rollout``, all but those named."""
+    for key, value in job_knobs(rollout).items():
+        if key not in but:
+            setattr(config, key, value)
+
+
+def check_count(key: str, value: int | None, lowest: int, highest: int | None) -> None:
+    """``BadInput`` unless the integer is null or within its bounds; highest None: no bound."""
+    if value is not None and (value < lowest or (highest is not None and value > highest)):
+        allowed = f">= {lowest}" if highest is None else f"from {lowest} to {highest}"
+        raise BadInput(f"{key}={value}: expected an integer {allowed}")
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_choices(config: RolloutConfig) -> None:
@@ -106,9 +128,7 @@ def _check_counts(config: RolloutConfig) -> None:
         ("seed", config.seed, 0, MAX_SEED),
         ("threads", config.threads, 1, cores),
     ):
-        if value is not None and (value < lowest or (highest is not None and value > highest)):
-            allowed = f">= {lowest}" if highest is None else f"from {lowest} to {highest}"
-            raise BadInput(f"{key}={value}: expected an integer {allowed}")
+        check_count(key, value, lowest, highest)
     if config.ring_buckets is None:
         config.ring_buckets = config.ring_frames
     if config.ring_buckets > config.ring_frames:
@@ -118,7 +138,7 @@ def _check_counts(config: RolloutConfig) -> None:
     if config.context_frames >= config.num_frames:
         raise BadInput(f"context_frames={config.context_frames}: expected fewer than num_frames={config.num_frames}")
     if config.threads is None:
-        config.threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+        config.threads = usable_cores()
 
 
 def _check_strategy(config: RolloutConfig, model: ModelConfig) -> None:
@@ -171,7 +191,7 @@ def _check_data(config: RolloutConfig, model: ModelConfig) -> None:
         )
     except ValueError as error:
         raise BadInput(str(error)) from error
-    folder = Path(_absolute(data.folder))
+    folder = Path(absolute(data.folder))
     if folder.exists() and not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise BadInput(f"data.folder={data.folder}: expected a folder to write to")
 
@@ -210,7 +230,8 @@ def _check_device(device: str) -> None:
         raise BadInput(f"device={device}: expected {there}")
 
 
-def _absolute(path: str) -> str:
+def absolute(path: str) -> str:
+    """``path`` from the launch folder, ``~`` expanded."""
     return os.path.abspath(os.path.expanduser(path))
 
 

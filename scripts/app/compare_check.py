@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from dataclasses import dataclass
 
 import psutil
 
-from scripts.app.check import GIB, effective, weight_bytes
+from scripts.app.check import GIB, effective, job_knobs, take_over, weight_bytes
 from scripts.app.choices import bracketed, kv_choices
 from scripts.app.errors import BadInput
 from scripts.app.geometry import model_config
-from scripts.app.schema import CompareConfig, JobKnobs, RolloutConfig
+from scripts.app.schema import CompareConfig, RolloutConfig
 from scripts.app.strategies import kv_bytes, working_bytes
 
 REFERENCE = "ring"
@@ -43,11 +42,10 @@ def checked(config: CompareConfig) -> Comparison:
         raise BadInput(f"equality_frames={config.equality_frames}: expected an integer >= 0")
     if config.budget_mib is not None and not (math.isfinite(config.budget_mib) and config.budget_mib > 0):
         raise BadInput(f"budget_mib={config.budget_mib}: expected a number > 0")
-    shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(JobKnobs)}
+    shared = job_knobs(config)
     budget = Comparison(config, {}).budget_bytes
     rollouts = {name: effective(RolloutConfig(kv=kv, **shared), budget_bytes=budget) for name, kv in knobs.items()}
-    for key in shared:
-        setattr(config, key, getattr(rollouts[REFERENCE], key))
+    take_over(config, rollouts[REFERENCE])
     assert config.num_frames is not None
     assert config.ring_buckets is not None
     if config.equality_frames is None:

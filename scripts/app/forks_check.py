@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from model.data.names import action_names
-from scripts.app.check import effective
+from scripts.app.check import absolute, effective, job_knobs, take_over
 from scripts.app.errors import BadInput
-from scripts.app.schema import ForksConfig, JobKnobs, RolloutConfig
+from scripts.app.schema import ForksConfig, RolloutConfig
 
 SHARED_FRAMES = 8
 """Generated frames that the forks share by default."""
@@ -36,11 +34,9 @@ def checked(config: ForksConfig) -> Forks:
         raise BadInput(f"actions=[{','.join(names)}]: expected one or more names of actions, each once")
     if config.kv.strategy.startswith("recompute"):
         raise BadInput(f"kv={config.kv.strategy}: keeps no sessions that could be forked; expected another")
-    shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(JobKnobs)}
-    shared["num_sessions"] = 1 + len(names)
+    shared = job_knobs(config) | {"num_sessions": 1 + len(names)}
     rollout = effective(RolloutConfig(kv=config.kv, **shared))
-    for key in set(shared) - {"num_sessions"}:
-        setattr(config, key, getattr(rollout, key))
+    take_over(config, rollout, but=("num_sessions",))
     config.kv = rollout.kv
     known = action_names(config.data.name)
     for name in names:
@@ -55,7 +51,7 @@ def checked(config: ForksConfig) -> Forks:
             f"{config.num_frames - 1}"
         )
     if config.out is not None:
-        config.out = os.path.abspath(os.path.expanduser(config.out))
+        config.out = absolute(config.out)
         if not config.out.endswith(".gif") or not Path(config.out).parent.is_dir():
             raise BadInput(f"out={config.out}: expected a path that ends in .gif, in a folder that is there")
     return Forks(config, rollout, {name: known.index(name) for name in names})

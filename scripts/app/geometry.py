@@ -30,6 +30,16 @@ def model_config(config: JobKnobs | TrainConfig) -> ModelConfig:
         raise BadInput(_as_knob(str(error))) from error
 
 
+def fill_in_geometry(config: JobKnobs | TrainConfig, model: ModelConfig) -> None:
+    """Give the knobs that ``model`` was made from the values that their nulls stand for."""
+    for name in FRAME_KNOBS:
+        setattr(config.data, name, getattr(model, name))
+    for name in MODEL_KNOBS:
+        setattr(config.model, name, getattr(model, name))
+    config.tokens_per_frame, config.global_period = model.tokens_per_frame, model.global_period
+    config.sigmas = list(model.sigmas)
+
+
 def ring_wraps(layer: RingKVLayerConfig, num_frames: int) -> int:
     """How often a layer's ring started over at slot 0 in a stream of ``num_frames`` frames."""
     kept = -(-num_frames // layer.pinned_dilation)

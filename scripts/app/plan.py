@@ -16,11 +16,11 @@ from model.config import ModelConfig
 from ringkv import memory
 from ringkv.config import RingKVConfig
 from ringkv.horizon import horizon_frames, visible_frames
-from scripts.app.check import GIB, effective
+from scripts.app.check import GIB, effective, job_knobs, take_over
 from scripts.app.choices import kv_choices
 from scripts.app.errors import BadInput
 from scripts.app.geometry import model_config
-from scripts.app.schema import JobKnobs, PlanConfig, RolloutConfig
+from scripts.app.schema import PlanConfig, RolloutConfig
 from scripts.app.strategies import kv_bytes, kv_config, working_bytes
 from scripts.app.work import frame_flops
 
@@ -53,10 +53,9 @@ def checked(config: PlanConfig) -> Planned:
         if getattr(config.kv, key) is not None:
             raise BadInput(f"kv.{key}={getattr(config.kv, key)}: follows from the length of the rollout; expected null")
     choices = kv_choices(config.strategies, config.kv, reference=REFERENCE)
-    shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(JobKnobs)}
+    shared = job_knobs(config)
     rollouts = {name: effective(RolloutConfig(kv=kv, **shared), on_this_machine=False) for name, kv in choices.items()}
-    for key in shared:
-        setattr(config, key, getattr(rollouts[REFERENCE], key))
+    take_over(config, rollouts[REFERENCE])
     return Planned(config, rollouts)
 
 

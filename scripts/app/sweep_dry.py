@@ -15,6 +15,7 @@ from ringkv.harness.records import to_plain
 from ringkv.harness.tables import NOT_AVAILABLE, format_value
 from scripts.app.check import effective, weight_bytes
 from scripts.app.errors import BadInput
+from scripts.app.flat import flat
 from scripts.app.geometry import model_config
 from scripts.app.plan_report import flop
 from scripts.app.schema import RolloutConfig
@@ -79,16 +80,9 @@ def predict(config: RolloutConfig) -> tuple[tuple[str, str, str], str | None]:
 
 def differing(points: Sequence[RolloutConfig]) -> list[str]:
     """For each point the knobs in which they differ, as ``key=value``."""
-    flat = [_flat(to_plain(point)) for point in points]
-    keys = [key for key in flat[0] if any(each[key] != flat[0][key] for each in flat)]
-    return [" ".join(f"{key}={each[key]}" for key in keys) for each in flat]
-
-
-def _flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in plain.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
+    knobs = [dict(flat(to_plain(point))) for point in points]
+    keys = [key for key in knobs[0] if any(each[key] != knobs[0][key] for each in knobs)]
+    return [" ".join(f"{key}={each[key]}" for key in keys) for each in knobs]
 
 
 def _bytes(size: int) -> str:

@@ -32,9 +32,10 @@ from model.training.trainer import Trainer
 from ringkv.harness.machine import machine_card
 from ringkv.harness.meters import PeakRss
 from ringkv.harness.records import RunDir, dumps_strict
-from ringkv.harness.tracking import Tracker, start_tracker
+from ringkv.harness.tracking import Tracker
 from scripts.app.geometry import model_config
 from scripts.app.schema import TrainConfig
+from scripts.app.track import open_tracker
 from scripts.app.train_check import CURVE_FILE, STATE_FILE
 from scripts.app.train_eval import evaluate, held_out_clips
 from scripts.app.train_plot import curve_png
@@ -55,14 +56,7 @@ def run_training(config: TrainConfig, run_dir: RunDir) -> int:
     with run_dir:
         try:
             run_dir.write_config(config)
-            tracker = start_tracker(
-                config.tracking.mode,
-                project=config.tracking.project,
-                group=config.tracking.group,
-                name=run_dir.path.name,
-                config=config,
-                directory=run_dir.path,
-            )
+            tracker = open_tracker(config, run_dir)
             facts["machine"] = machine_card("cpu", packages=("ringkv", "model", "scripts"))
             try:
                 run = TrainingRun(config, run_dir.path, tracker, console)

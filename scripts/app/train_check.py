@@ -8,9 +8,9 @@ from pathlib import Path
 
 from model.config import ModelConfig
 from model.data.names import GAMES
-from scripts.app.check import PIXEL_CHANNELS, TRACKING_MODES
+from scripts.app.check import PIXEL_CHANNELS, TRACKING_MODES, absolute, check_count, usable_cores
 from scripts.app.errors import BadInput
-from scripts.app.geometry import FRAME_KNOBS, MODEL_KNOBS, model_config
+from scripts.app.geometry import fill_in_geometry, model_config
 from scripts.app.schema import TrainConfig
 
 STATE_FILE = "state.safetensors"
@@ -35,19 +35,14 @@ def checked(config: TrainConfig) -> TrainConfig:
     _check_counts(config)
     geometry = model_config(config)
     _check_footage(config, geometry)
-    for name in FRAME_KNOBS:
-        setattr(config.data, name, getattr(geometry, name))
-    for name in MODEL_KNOBS:
-        setattr(config.model, name, getattr(geometry, name))
-    config.tokens_per_frame, config.global_period = geometry.tokens_per_frame, geometry.global_period
-    config.sigmas = list(geometry.sigmas)
-    config.data.folder = _absolute(config.data.folder)
+    fill_in_geometry(config, geometry)
+    config.data.folder = absolute(config.data.folder)
     if config.resume is not None:
-        config.resume = _absolute(config.resume)
+        config.resume = absolute(config.resume)
         if not (Path(config.resume) / STATE_FILE).is_file():
             raise BadInput(f"resume={config.resume}: no {STATE_FILE} there; expected the folder of a training run")
     if config.out is not None:
-        config.out = _absolute(config.out)
+        config.out = absolute(config.out)
         parent = Path(config.out).parent
         if not config.out.endswith(".safetensors") or not parent.is_dir() or not os.access(parent, os.W_OK):
             raise BadInput(f"out={config.out}: expected NAME.safetensors in a folder that can be written to")
@@ -55,20 +50,17 @@ def checked(config: TrainConfig) -> TrainConfig:
 
 
 def _check_counts(config: TrainConfig) -> None:
-    cores = os.cpu_count() or 1
     for key, value, lowest, highest in (
         ("clips", config.clips, 1, None),
         ("clip_frames", config.clip_frames, 1, None),
         ("save_every", config.save_every, 0, None),
         ("evaluate_every", config.evaluate_every, 0, None),
         ("stop", config.stop, 1, config.steps),
-        ("threads", config.threads, 1, cores),
+        ("threads", config.threads, 1, os.cpu_count() or 1),
     ):
-        if value is not None and (value < lowest or (highest is not None and value > highest)):
-            allowed = f">= {lowest}" if highest is None else f"from {lowest} to {highest}"
-            raise BadInput(f"{key}={value}: expected an integer {allowed}")
+        check_count(key, value, lowest, highest)
     if config.threads is None:
-        config.threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+        config.threads = usable_cores()
 
 
 def _check_footage(config: TrainConfig, geometry: ModelConfig) -> None:
@@ -84,7 +76,3 @@ def _check_footage(config: TrainConfig, geometry: ModelConfig) -> None:
             f"data.name=loops: its frames are 3 x 16 x 16, model={geometry.name} takes {geometry.channels} x "
             f"{geometry.height} x {geometry.width}; expected model.preset=recall"
         )
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))

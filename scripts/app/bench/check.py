@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringkv.memory import DTYPE_BYTES
-from scripts.app.check import effective
+from scripts.app.check import effective, job_knobs, take_over
 from scripts.app.choices import bracketed, kv_choices
 from scripts.app.errors import BadInput
-from scripts.app.schema import BenchConfig, GridKnobs, JobKnobs, KVKnobs, RolloutConfig
+from scripts.app.schema import BenchConfig, GridKnobs, KVKnobs, RolloutConfig
 
 LEVELS = ("reads", "peers", "frame", "rollout", "steady")
 SHARES = {"reads": 0.42, "peers": 0.06, "frame": 0.12, "rollout": 0.28, "steady": 0.12}
@@ -80,10 +80,8 @@ def checked(config: BenchConfig) -> Bench:
     if min(config.grid.windows) < 2:
         raise BadInput(f"grid.windows={config.grid.windows}: a window of one frame holds no past; expected 2 or more")
     choices = kv_choices(config.strategies, config.kv, reference=REFERENCE)
-    shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(JobKnobs)}
-    job = effective(RolloutConfig(kv=copy.deepcopy(choices[REFERENCE]), **shared))
-    for key in shared:
-        setattr(config, key, getattr(job, key))
+    job = effective(RolloutConfig(kv=copy.deepcopy(choices[REFERENCE]), **job_knobs(config)))
+    take_over(config, job)
     bench = Bench(
         config,
         job,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from rich.console import Console
 
 from ringkv.harness.machine import machine_card
 from ringkv.harness.records import RunDir, dumps_strict, error_line, replace_text, to_plain
-from ringkv.harness.tracking import start_tracker
 from scripts.app.bench import plot, report
 from scripts.app.bench.check import Bench
 from scripts.app.bench.frame import measure_frames
@@ -22,6 +20,7 @@ from scripts.app.bench.rollout import measure_rollouts
 from scripts.app.bench.sampling import Budget
 from scripts.app.bench.steady import measure_steady
 from scripts.app.bench.targets import Target, targets
+from scripts.app.track import open_tracker
 
 OK, FAILED = 0, 1
 
@@ -99,15 +98,7 @@ def _summary(found: list[Target]) -> dict[str, Any]:
 
 
 def _track(bench: Bench, run_dir: RunDir, found: list[Target], *, failed: bool) -> str | None:
-    tracking = bench.config.tracking
-    tracker = start_tracker(
-        tracking.mode,
-        project=tracking.project,
-        group=tracking.group,
-        name=run_dir.path.name,
-        config=dataclasses.asdict(bench.config),
-        directory=run_dir.path,
-    )
+    tracker = open_tracker(bench.config, run_dir)
     with tracker:
         tracker.summary(_summary(found) | {f"verdict/{target.name}": target.verdict for target in found})
         if (run_dir.path / report.PLOT_FILE).exists():

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from model.config import ModelConfig
 from model.data.names import GAMES
-from scripts.app.check import effective
+from scripts.app.check import effective, job_knobs, take_over
 from scripts.app.compose import CONF_DIR
 from scripts.app.errors import BadInput
 from scripts.app.geometry import model_config
@@ -95,9 +95,7 @@ def checked(config: ProbeConfig) -> Probe:
         "drift": _drift_points,
     }[knobs.name](config)
     first = next(iter(points.values()))
-    for field in dataclasses.fields(JobKnobs):
-        if field.name not in (*kind.owns, "num_sessions"):
-            setattr(config, field.name, getattr(first, field.name))
+    take_over(config, first, but=(*kind.owns, "num_sessions"))
     return Probe(config, points, left_out)
 
 
@@ -108,8 +106,7 @@ def point(config: ProbeConfig, **changes: Any) -> RolloutConfig:
 
 def raw_point(config: ProbeConfig, **changes: Any) -> RolloutConfig:
     """The same, as it stands: nulls not filled in."""
-    shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(JobKnobs)}
-    return copy.deepcopy(RolloutConfig(kv=changes.pop("kv", config.kv), **shared | changes))
+    return copy.deepcopy(RolloutConfig(kv=changes.pop("kv", config.kv), **job_knobs(config) | changes))
 
 
 def oracle_dilations(model: ModelConfig, dilation: int) -> tuple[int, ...]:

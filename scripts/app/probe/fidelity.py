@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from model.data import Clip, frames_to_model, frames_to_uint8, load_clip
+from model.data import Clip, frames_to_model, frames_to_uint8
 from model.data.clip import Pixels
 from model.metrics import frame_psnr, frame_ssim
 from model.training.footage import FIRST_TRAINING_SEED
 from ringkv.runner import RolloutRequest
+from scripts.app.build import load_clips
 from scripts.app.geometry import model_config
 from scripts.app.probe import positions
 from scripts.app.probe.drive import Setup
@@ -81,22 +82,7 @@ def held_out(setup: Setup, count: int) -> list[Clip]:
         raise ValueError(
             f"seed={config.seed}: recordings from seed {FIRST_TRAINING_SEED} on are trained on; expected a lower one"
         )
-    clips = []
-    for index in range(count):
-        clips.append(
-            load_clip(
-                config.data.name,
-                num_frames=config.num_frames,
-                channels=model.channels,
-                height=model.height,
-                width=model.width,
-                seed=config.seed,
-                index=index,
-                path=config.data.path,
-                folder=config.data.folder,
-            )
-        )
-    return clips
+    return load_clips(config, model, count)
 
 
 def _rollouts(setup: Setup, clips: list[Clip], samples: int, sampled_clips: int) -> tuple[Pixels, Pixels]:

@@ -16,7 +16,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ringkv.harness.machine import machine_card
 from ringkv.harness.records import RunDir, dumps_strict, replace_text
-from ringkv.harness.tracking import start_tracker
 from scripts.app import build
 from scripts.app.geometry import model_config
 from scripts.app.probe import drift, fidelity, recall, returning
@@ -25,6 +24,7 @@ from scripts.app.probe.draw import probe_png
 from scripts.app.probe.drive import Setup, make_setup
 from scripts.app.probe.result import PLOT_FILE, RESULT_FILE, VERSION, Found, print_found, tracked_rows
 from scripts.app.probe.stats import DEFINITION
+from scripts.app.track import open_tracker
 
 OK, FAILED, REFUSED = 0, 1, 2
 
@@ -115,15 +115,7 @@ def _write(probe: Probe, run_dir: RunDir, found: Found, facts: dict[str, Any]) -
 
 def _track(probe: Probe, run_dir: RunDir, found: Found) -> str | None:
     """The copy in W&B: curves by their x, the summary and the picture; the line that uploads an offline run."""
-    tracking = probe.config.tracking
-    tracker = start_tracker(
-        tracking.mode,
-        project=tracking.project,
-        group=tracking.group,
-        name=run_dir.path.name,
-        config=probe.config,
-        directory=run_dir.path,
-    )
+    tracker = open_tracker(probe.config, run_dir)
     with tracker:
         for step, row in tracked_rows(found.series):
             tracker.log(step, row)

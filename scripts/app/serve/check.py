@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from dataclasses import dataclass
 
-from scripts.app.check import effective
+from ringkv.policies import POLICIES
+from scripts.app.check import effective, job_knobs, take_over
 from scripts.app.errors import BadInput
 from scripts.app.geometry import model_config
-from scripts.app.schema import JobKnobs, RolloutConfig, ServeConfig
+from scripts.app.schema import RolloutConfig, ServeConfig
 from scripts.app.strategies import kv_bytes
 from scripts.app.work import frame_flops
-
-POLICIES = ("refuse", "fifo", "lru_park")
 
 
 @dataclass(frozen=True)
@@ -52,12 +50,10 @@ def checked(config: ServeConfig) -> Serving:
             raise BadInput(f"{key}={value}: expected integers >= 1")
     if config.num_sessions != 1:
         raise BadInput(f"num_sessions={config.num_sessions}: pool_sizes says how many there are; expected 1")
-    shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(JobKnobs)}
-    rollout = effective(RolloutConfig(kv=config.kv, **shared), on_this_machine=False)
+    rollout = effective(RolloutConfig(kv=config.kv, **job_knobs(config)), on_this_machine=False)
     if rollout.kv.strategy != "ring":
         raise BadInput(f"kv={rollout.kv.strategy}: sessions of other strategies change their size; expected ring")
-    for key in shared:
-        setattr(config, key, getattr(rollout, key))
+    take_over(config, rollout)
     model = model_config(rollout)
     assert rollout.num_frames is not None
     size = kv_bytes(rollout, model)

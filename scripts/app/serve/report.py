@@ -14,11 +14,11 @@ from rich.table import Table
 from ringkv.harness.plots import new_figure, save_png
 from ringkv.harness.records import RunDir, dumps_strict, replace_text
 from ringkv.harness.tables import NOT_AVAILABLE
-from ringkv.harness.tracking import start_tracker
 from scripts.app.plan_report import size
 from scripts.app.serve.check import Serving
 from scripts.app.serve.load import draw_visits
 from scripts.app.serve.simulate import make_policy, simulate
+from scripts.app.track import open_tracker
 
 RESULT_FILE, PLOT_FILE = "serve_sim.json", "serve_sim.png"
 OK = 0
@@ -140,15 +140,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _track(serving: Serving, rows: Sequence[Mapping[str, Any]], run_dir: RunDir) -> str | None:
-    tracking = serving.config.tracking
-    with start_tracker(
-        tracking.mode,
-        project=tracking.project,
-        group=tracking.group,
-        name=run_dir.path.name,
-        config=serving.config,
-        directory=run_dir.path,
-    ) as tracker:
+    with open_tracker(serving.config, run_dir) as tracker:
         for step, row in enumerate(rows):
             tracker.log(step, {f"serve/{key}": value for key, value in row.items()})
         tracker.media(image=run_dir.path / PLOT_FILE)

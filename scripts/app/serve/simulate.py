@@ -17,7 +17,7 @@ import torch
 
 from ringkv import EngineResourceInfo, KVSpec, RingKVConfig, RingKVLayerConfig, RolloutRequest, StepRunner
 from ringkv.events import EventStream
-from ringkv.policies import Fifo, LruPark, NoSeat, Policy, Refuse
+from ringkv.policies import LruPark, NoSeat, Policy, policy_of
 from ringkv.resource import AttentionResource
 from scripts.app.serve.load import Visit
 
@@ -123,8 +123,7 @@ class Tally:
 
 def make_policy(name: str, quantum_frames: int) -> Policy:
     """The runner's policy of that name."""
-    policies: dict[str, Policy] = {"refuse": Refuse(), "fifo": Fifo(), "lru_park": LruPark(quantum_frames)}
-    return policies[name]
+    return LruPark(quantum_frames) if name == LruPark.name else policy_of(name)
 
 
 def simulate(
