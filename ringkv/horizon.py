@@ -70,11 +70,14 @@ def held_frames(layer: RingKVLayerConfig, clock: int | None) -> list[int]:
 
 
 def overwritten_frames(layer: RingKVLayerConfig, clock: int | None, frames: int) -> list[int]:
-    """What the ring held ``frames`` frames before ``clock`` and holds no longer, ascending: what a rewind needs."""
+    """What the last ``frames`` frames up to ``clock`` overwrote, ascending: what going back any of them needs.
+
+    A frame may have come and gone within them: a ring of one bucket overwrites each of its frames with the next.
+    """
     if clock is None:
         return []
-    oldest = held_frames(layer, clock)[0]
-    return [frame for frame in held_frames(layer, clock - frames if clock >= frames else None) if frame < oldest]
+    before = held_frames(layer, clock - frames if clock >= frames else None)
+    return list(range(before[0] if before else 0, held_frames(layer, clock)[0], layer.pinned_dilation))
 
 
 def window_frames(layer: RingKVLayerConfig) -> int:

@@ -8,7 +8,15 @@ from __future__ import annotations
 import pytest
 
 from ringkv import RingKVLayerConfig, visible_frames
-from ringkv.horizon import held_frames, hidden_slot, horizon_frames, is_kept, session_start, slot_of
+from ringkv.horizon import (
+    held_frames,
+    hidden_slot,
+    horizon_frames,
+    is_kept,
+    overwritten_frames,
+    session_start,
+    slot_of,
+)
 from tests.ring_tools import ring
 
 GEOMETRIES = [(buckets, dilation) for buckets in range(1, 6) for dilation in range(1, 5)]
@@ -57,6 +65,15 @@ def test_visible_and_held_frames_are_those_of_a_slot_simulation(buckets: int, di
     for frame, (before, after) in enumerate(simulate(buckets, dilation, 60)):
         assert visible_frames(layer, frame) == before, f"frame {frame}"
         assert held_frames(layer, frame) == after, f"frame {frame}"
+
+
+@pytest.mark.parametrize(("buckets", "dilation"), GEOMETRIES)
+def test_overwritten_frames_are_all_that_going_back_any_step_needs(buckets: int, dilation: int) -> None:
+    layer, steps = ring(buckets, dilation), simulate(buckets, dilation, 30)
+    for clock in range(31):
+        for frames in range(clock + 2):
+            earlier = [set(steps[clock - back][1]) if back <= clock else set() for back in range(frames + 1)]
+            assert overwritten_frames(layer, clock, frames) == sorted(set().union(*earlier) - earlier[0])
 
 
 @pytest.mark.parametrize(("geometry", "lists"), LITERAL.items(), ids=[f"R{r}-d{d}" for r, d in LITERAL])

@@ -12,7 +12,7 @@ from ringkv import RingKVConfig, memory
 from tests.ring_tools import ring, same_bytes
 from tests.strategies import STRATEGIES, Rollout, accepts, build, held_kv_bytes, kv_tensors, random_content
 
-WINDOWS = (ring(3), ring(2, 3, 4), ring(1, 2))
+WINDOWS = (ring(3), ring(2, 3, 4), ring(1, 2), ring(1))
 BACK = 4
 """Frames that the rings' logs go back."""
 
@@ -135,11 +135,13 @@ def test_a_strategy_that_cannot_go_back_says_why(name: str) -> None:
 
 @pytest.mark.parametrize("how", ["state", "file", "fork", "parked"])
 @pytest.mark.parametrize("aborted", [False, True])
-def test_a_copy_can_be_taken_back_as_far_as_its_original(how: str, aborted: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("back", range(1, BACK + 1))
+def test_a_copy_can_be_taken_back_as_far_as_its_original(how: str, aborted: bool, back: int, tmp_path: Path) -> None:
+    """By any number of frames, in a ring of one bucket too, which overwrites each of them with the next."""
     rollout = rollout_of("ring", parking_dir=tmp_path)
     rollout.run("a", range(11), noisy=0)
     straight = rollout_of("ring")
-    straight.run("a", range(11 - BACK), noisy=0)
+    straight.run("a", range(11 - back), noisy=0)
     if aborted:
         rollout.begin([("a", 11)])
         rollout.full_pass([("a", 11)], variant=2, commit=True)
@@ -158,7 +160,7 @@ def test_a_copy_can_be_taken_back_as_far_as_its_original(how: str, aborted: bool
         resource.park(rid)
         resource.wake(rid)
     assert same_bytes(resource.get_state(rid), state)
-    resource.rewind(rid, BACK)
+    resource.rewind(rid, back)
     assert same_bytes(without_log(resource.get_state(rid)), without_log(straight.resource.get_state("a")))
     resource.check_integrity()
 
@@ -253,7 +255,7 @@ def test_a_log_takes_the_bytes_that_were_predicted_and_never_moves(undo_frames: 
     log = 2 * memory.undo_bytes(config, torch.float32)
     assert resource.memory_report()["undo"] == log
     # k frames back and one under way: k + 1 entries at d=1, and every d-th of them at dilation d.
-    entries = {0: 0, 1: 2 + 1 + 1, 3: 4 + 2 + 2, 7: 8 + 3 + 4, 8: 9 + 3 + 5}[undo_frames]
+    entries = {0: 0, 1: 2 + 1 + 1 + 2, 3: 4 + 2 + 2 + 4, 7: 8 + 3 + 4 + 8, 8: 9 + 3 + 5 + 9}[undo_frames]
     assert log == 2 * entries * 2 * (3 * 2 * 4) * 4
     rollout = Rollout("ring", WINDOWS, head_dim=8, sessions=2, undo_frames=undo_frames)
     addresses = storages(rollout)
