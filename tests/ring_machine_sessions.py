@@ -164,7 +164,8 @@ class SessionMachine(RingMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def wake(self, data: st.DataObject) -> None:
-        rid = data.draw(st.sampled_from(sorted(self.model)))
+        parked = sorted(rid for rid, request in self.model.items() if request.parked)
+        rid = data.draw(st.sampled_from(4 * parked + sorted(self.model)))  # mostly one that can
         request = self.model[rid]
         if not request.parked:
             self.raises(ValueError, lambda: self.manager.wake(rid))
