@@ -1,8 +1,9 @@
-"""Masked call against joined segments, over the grid that ``ringkv.attention.rule`` was fitted to.
+"""Masked call, joined segments and lent slot, over the grid that ``ringkv.attention.rule`` was fitted to.
 
-Command: ``python benchmarks/read_rule.py [threads ...]`` (a minute for each number of threads; 1 and 2 by default).
-Prints the median time of both reads in microseconds, their interleaved ratio, and whether the rule takes the faster one
-(a ratio within 10 % of 1 counts as either); then what several values of its constant would lose.
+Command: ``python benchmarks/read_rule.py [threads ...]`` (a minute and a half for each number of threads; 1 and 2 by
+default). Prints the median time of the masked read in microseconds, the interleaved ratios of the others to it, and
+whether the rule takes the faster of masked and lent (a ratio within 10 % of 1 counts as either); then what several
+values of its constant would lose.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from functools import partial
 
 import torch
 
-from ringkv.attention import paths, rule
+from ringkv import RingKVLayerConfig
+from ringkv.attention import rule
+from ringkv.ring.view import LayerRead, RingView
 
 HEADS = ((8, 4, 64), (6, 3, 32))  # query heads, KV heads, head dim
 TOKENS = (4, 16, 64, 128)
 WINDOWS = (16, 64)
-SECONDS_PER_POINT = 0.12
+READS = ("sdpa", "lent", "segments")
+SECONDS_PER_POINT = 0.15
 SLACK = 0.10
-CONSTANTS = (0, 2_000, 4_000, 6_000, 8_000, 10_000, 12_000, 16_000, 24_000, 48_000, 10**9)
+CONSTANTS = (0, 1_000, 2_000, 3_000, 4_000, 6_000, 8_000, 12_000, 24_000, 10**9)
 
 
 def seconds(call: Callable[[], object], repeats: int) -> float:
@@ -35,25 +39,24 @@ def seconds(call: Callable[[], object], repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def interleaved(a: Callable[[], object], b: Callable[[], object]) -> tuple[float, float, float]:
-    """Median seconds of both calls and the median of the ratios b / a of neighbouring samples."""
-    repeats = max(1, int(0.003 / max(seconds(a, 2), seconds(b, 2))))
-    samples: list[tuple[float, float]] = []
+def interleaved(calls: list[Callable[[], object]]) -> tuple[float, list[float]]:
+    """Median seconds of the first call, and the medians of the ratios of neighbouring samples to it."""
+    repeats = max(1, int(0.003 / max(seconds(call, 2) for call in calls)))
+    samples: list[list[float]] = []
     end = time.perf_counter() + SECONDS_PER_POINT
     while time.perf_counter() < end or len(samples) < 5:
-        samples.append((seconds(a, repeats), seconds(b, repeats)))
-    first, second = zip(*samples, strict=True)
-    return statistics.median(first), statistics.median(second), statistics.median(y / x for x, y in samples)
+        samples.append([seconds(call, repeats) for call in calls])
+    ratios = [statistics.median(row[i] / row[0] for row in samples) for i in range(len(calls))]
+    return statistics.median(row[0] for row in samples), ratios
 
 
-def loss(points: list[tuple[float, float, float, int]], constant: float) -> float:
+def loss(points: list[tuple[float, float, int]], constant: float) -> float:
     """How much longer reads take than the faster of both would, in the geometric mean, with this constant.
 
-    points: masked seconds, segments' seconds, scores that segments save, threads.
+    points: lent time over masked time, scores that lending saves, threads.
     """
     excess = [
-        math.log((joined if saved > constant * threads else masked) / min(masked, joined))
-        for masked, joined, saved, threads in points
+        math.log((lent if saved > constant * threads else 1.0) / min(1.0, lent)) for lent, saved, threads in points
     ]
     return math.expm1(statistics.mean(excess))
 
@@ -61,39 +64,35 @@ def loss(points: list[tuple[float, float, float, int]], constant: float) -> floa
 def main(threads: tuple[int, ...]) -> None:
     """Print the grid, then the losses."""
     agreed = 0
-    points: list[tuple[float, float, float, int]] = []
-    print("threads dtype    H_q H_kv  D    T  window  filled   masked us  segments us  ratio  rule")
+    points: list[tuple[float, float, int]] = []
+    print("threads dtype    H_q H_kv  D    T  window  filled   masked us   lent  segments  rule")
     grid = itertools.product(threads, (torch.float32, torch.bfloat16), HEADS, TOKENS, WINDOWS, (1, 2, 3, 4))
     for count, dtype, (q_heads, kv_heads, dim), tokens, window, quarters in grid:
         torch.set_num_threads(count)
         capacity = (window + 1) * tokens
-        k, v = torch.randn(2, 1, kv_heads, capacity, dim).to(dtype).unbind(0)
+        kv = torch.randn(2, 1, kv_heads, capacity, dim).to(dtype)
         q = torch.randn(1, q_heads, tokens, dim).to(dtype)
-        if quarters == 4:  # wrapped, the slot in the middle about to be overwritten
-            gap = (window // 2 * tokens, (window // 2 + 1) * tokens)
-        else:
-            gap = (window * quarters // 4 * tokens, window * tokens)
-        segments = [(0, gap[0]), (gap[1], capacity)]
-        bias = torch.zeros(capacity, dtype=dtype)
-        bias[gap[0] : gap[1]] = float("-inf")
-        keys, values = ([buffer[:, :, lo:hi] for lo, hi in segments] for buffer in (k, v))
-
-        masked_s, joined_s, ratio = interleaved(
-            partial(paths.masked, q, k, v, bias), partial(paths.segments, q, keys, values)
-        )
-        queries, visible = q_heads // kv_heads * tokens, capacity - (gap[1] - gap[0])
-        split = rule.prefer_segments(kv_heads, queries, capacity, visible, 2)
-        points.append((masked_s, ratio * masked_s, rule.saved_scores(kv_heads, queries, capacity, visible), count))
-        right = abs(ratio - 1) <= SLACK or split == (ratio < 1)
+        layer = RingKVLayerConfig(ring_frames=window, ring_buckets=window, pinned_dilation=1)
+        clock = window * quarters // 4 if quarters < 4 else window + window // 2  # wrapped: the gap is in the middle
+        view = RingView(layer, clock, tokens)
+        reads = [
+            LayerRead(slice(0, 1), view, kv, query_heads=q_heads, tokens_per_frame=tokens, attention=read)
+            for read in READS
+        ]
+        masked_s, (_, lent, joined) = interleaved([partial(read, q, commit=False) for read in reads])
+        shape = (kv_heads, q_heads // kv_heads * tokens, view.span[1] - view.span[0], view.visible_tokens)
+        lends = rule.prefer_lent(*shape)
+        points.append((lent, rule.saved_scores(*shape), count))
+        right = abs(lent - 1) <= SLACK or lends == (lent < 1)
         agreed += right
         print(
             f"{count:7d} {str(dtype)[6:]:8s} {q_heads:3d} {kv_heads:4d} {dim:2d} {tokens:4d} {window:7d} "
-            f"{quarters}/4 {masked_s * 1e6:14.0f} {joined_s * 1e6:12.0f} {ratio:6.2f}  "
-            f"{'segments' if split else 'masked'}{'' if right else '  (slower)'}"
+            f"{quarters}/4 {masked_s * 1e6:14.0f} {lent:6.2f} {joined:9.2f}  "
+            f"{'lent' if lends else 'masked'}{'' if right else '  (slower)'}"
         )
     print(f"the rule takes the faster read, or one within {SLACK:.0%} of it, in {agreed} of {len(points)} points")
     for constant in CONSTANTS:
-        print(f"SCORES_PER_CALL = {constant:6d}: {100 * loss(points, constant):5.2f} % over the faster read")
+        print(f"SCORES_PER_LOAN = {constant:6d}: {100 * loss(points, constant):5.2f} % over the faster read")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ringkv.resource import AttentionResource
 
-ATTENTION_CHOICES = ("auto", "canonical", "sdpa", "segments", "flex")
+ATTENTION_CHOICES = ("auto", "canonical", "sdpa", "segments", "lent", "flex")
 """Read paths a deployment may ask for; a strategy that lacks one refuses it by name when it is built."""
 
 DEPLOYMENT_OVERRIDES = ("num_sessions",)

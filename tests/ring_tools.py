@@ -29,7 +29,7 @@ from ringkv import (
     StepContext,
 )
 
-READ_PATHS = ("canonical", "sdpa", "segments", "auto")
+READ_PATHS = ("canonical", "sdpa", "segments", "lent", "auto")
 PAD_TAG = 777.0
 HEAD_TAG = 16.0
 

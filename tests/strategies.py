@@ -58,11 +58,11 @@ class Strategy:
 STRATEGIES: dict[str, Strategy] = {
     "ring": Strategy(
         lambda layers, common: RingKVConfig(layers=tuple(layers), **common),
-        reads=("canonical", "sdpa", "segments"),
+        reads=("canonical", "sdpa", "segments", "lent"),
     ),
     "ring_uncompacted": Strategy(
         lambda layers, common: RingKVConfig(layers=_uncompacted(layers), **common),
-        reads=("canonical", "sdpa", "segments"),
+        reads=("canonical", "sdpa", "segments", "lent"),
     ),
     "paged_windowed": Strategy(_paged),
     "shift": Strategy(lambda layers, common: ShiftKVConfig(layers=tuple(layers), **common)),

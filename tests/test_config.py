@@ -116,7 +116,7 @@ def test_an_unknown_read_path_is_refused_by_name() -> None:
         refused(info, "attention", repr(attention), "canonical")
 
 
-@pytest.mark.parametrize("attention", ["auto", "canonical", "sdpa", "segments"])
+@pytest.mark.parametrize("attention", ["auto", "canonical", "sdpa", "segments", "lent"])
 def test_every_read_path_of_the_ring_can_be_asked_for(attention: str) -> None:
     assert build_manager([ring(3)], attention=attention).num_free_sessions == 1
 

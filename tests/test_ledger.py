@@ -65,6 +65,13 @@ def test_the_ring_writes_its_scratch_in_every_pass_and_its_slot_once(attention: 
     assert writes(ring_config(), OFF_STRIDE, attention) == (6, 5)
 
 
+def test_a_lent_read_moves_its_frame_into_the_slot_and_what_the_slot_held_out_and_back() -> None:
+    """In four denoise passes; the commit leaves the frame there. Off the stride a full ring has nothing to hide."""
+    assert writes(ring_config(), ON_STRIDE, "lent") == (6 + 4 * 3, 6 + 4 * 3)
+    assert writes(ring_config(), OFF_STRIDE, "lent") == (6 + 4 * 3, 5)
+    assert reads(ring_config(), ON_STRIDE, "lent") == (5 * 16 + 4 * 3, 5 * 16 + 4 * 3)
+
+
 def test_a_fast_read_of_the_ring_reads_the_visible_frames_and_copies_none() -> None:
     """Five reads of 15 or 16 history frames and the own one; a masked call also reads the frame that it hides."""
     assert reads(ring_config(), ON_STRIDE, "segments") == (5 * 16, 5 * 16)

@@ -71,7 +71,7 @@ def gap(left, right):
 @pytest.mark.parametrize(
     ("dtype", "attention"),
     [
-        *((torch.float32, attention) for attention in ("auto", "canonical", "sdpa", "segments")),
+        *((torch.float32, attention) for attention in ("auto", "canonical", "sdpa", "segments", "lent")),
         *((torch.float64, attention) for attention in ("auto", "canonical")),
     ],
     ids=str,

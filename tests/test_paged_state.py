@@ -274,7 +274,7 @@ def test_the_memory_report_adds_up_and_no_buffer_moves() -> None:
 # -- building ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["segments", "flex"])
+@pytest.mark.parametrize("attention", ["segments", "lent", "flex"])
 def test_a_read_that_the_paged_cache_lacks_is_refused_by_name(attention: str) -> None:
     with pytest.raises(ValueError, match=f"'{attention}'.*auto, canonical, sdpa"):
         build_paged(None, attention=attention)

@@ -77,7 +77,7 @@ def test_full_context_retains_everything(kv: str):
     assert returns(2, 2, 9, kv=kv).tolist() == [1.0] * 9
 
 
-@pytest.mark.parametrize("attention", ["canonical", "sdpa", "segments"])
+@pytest.mark.parametrize("attention", ["canonical", "sdpa", "segments", "lent"])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "float64"])
 def test_no_read_path_and_no_dtype_of_the_cache_blurs_it(attention: str, kv_dtype: str):
     curve = returns(3, 2, 8, attention=attention, kv_dtype=kv_dtype)

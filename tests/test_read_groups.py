@@ -16,7 +16,8 @@ from torch import Tensor
 from model import layers
 from model.rope import rotation
 from ringkv.attention import paths
-from ringkv.ring.view import RingView, lockstep
+from ringkv.ring.rows import lockstep
+from ringkv.ring.view import LayerRead, RingView
 from tests.ring_tools import (
     READ_PATHS,
     begin,
@@ -29,7 +30,7 @@ from tests.ring_tools import (
     ring,
 )
 
-FAST = ("auto", "sdpa", "segments")
+FAST = ("auto", "sdpa", "segments", "lent")
 
 
 def payload(row: int, frame: int) -> tuple[Tensor, Tensor]:
@@ -65,6 +66,42 @@ def test_missing_slots_are_left_out_of_frames_and_segments() -> None:
     view = RingView(ring(5), 12, 1, {0, 3})  # the slot about to be overwritten is 2
     assert view.segments == ((1, 2), (4, 6))
     assert view.frames == ((4, 5), (1, 2), (5, 6))
+
+
+@pytest.mark.parametrize("dilation", [1, 2, 3])
+@pytest.mark.parametrize(("buckets", "frames"), [(1, 1), (1, 3), (2, 2), (3, 3), (3, 5), (4, 4)])
+def test_with_the_frame_in_its_home_what_it_sees_is_the_first_tokens_of_its_session(
+    buckets: int, frames: int, dilation: int
+) -> None:
+    layer = ring(buckets, dilation, frames)
+    for clock in range(3 * buckets * dilation + 2):
+        view = RingView(layer, clock, 2)
+        assert view.home is not None
+        slots = {frame // dilation % buckets for frame in reference_history(buckets, dilation, clock)}
+        assert sorted(slots | {view.home[0] // 2}) == list(range(view.visible_tokens // 2)), clock
+        if clock % dilation == 0:
+            assert view.home == (2 * (clock // dilation % buckets), 2 * (clock // dilation % buckets) + 2), clock
+    assert RingView(layer, 1, 2, {0}).home is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_lent_slot_is_given_back_bit_for_bit_even_by_a_read_that_fails(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = normal(2, 1, 1, 12, 4, seed=0)
+    kv[:, :, :, 3:6] = float("nan")  # slot 1, which frame 4 is about to overwrite: nothing that it holds may be read
+    before = kv.clone()
+    view = RingView(ring(3), 4, 3)
+    read = LayerRead(slice(0, 1), view, kv, query_heads=2, tokens_per_frame=3, attention="lent")
+    q = normal(1, 2, 3, 4, seed=1)
+    if fails:
+        monkeypatch.setattr(paths, "masked", lambda *_: (_ for _ in ()).throw(MemoryError("scores")))
+        with pytest.raises(MemoryError):
+            read(q, commit=False)
+    else:
+        seen = torch.cat([kv[:, 0, :, :3], kv[:, 0, :, 6:]], dim=2)
+        assert (read(q, commit=False)[0].double() - dense_attention(q[0], *seen)).abs().max() <= 1e-5
+    assert torch.equal(kv.view(torch.int32), before.view(torch.int32))
 
 
 # -- who is read together --------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor
 from ringkv import RingKVLayerConfig, RingKVManager
 from tests.ring_tools import begin, build_layer, build_manager, clocks, dense_attention, finish, reference_history, ring
 
-FAST = ("sdpa", "segments", "auto")
+FAST = ("sdpa", "segments", "lent", "auto")
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
 
 # (layer, tokens per frame, head dim): kv lengths that are 1 mod 32, odd, or no multiple of a block; compact and not

@@ -199,7 +199,7 @@ def _unwrite(slot: int) -> Callable[[torch.Tensor, torch.Tensor], tuple[Any, Any
 
 def test_a_state_with_a_hole_loads_and_every_read_skips_it_until_it_is_overwritten() -> None:
     """R=2 d=2, frames 0..3 committed, slot 1 (frame 2) lost: 4 sees nothing kept, 5 sees 4, and 6 fills the hole."""
-    for attention in ("canonical", "sdpa", "segments"):
+    for attention in ("canonical", "sdpa", "segments", "lent"):
         manager = build_manager([ring(2, 2, 4)], attention=attention)
         run_stream(manager, "a", range(4))
         state = manager.get_state("a")

@@ -112,7 +112,7 @@ def test_no_tensor_is_made_on_the_default_device(name: str, read: str) -> None:
 
 @every_strategy
 def test_a_read_path_that_is_not_there_is_refused_with_those_that_are(name: str) -> None:
-    for read in {"segments", "flex", "linear"} - {*type(build(name, [ring(3)])).read_paths}:
+    for read in {"segments", "lent", "flex", "linear"} - {*type(build(name, [ring(3)])).read_paths}:
         with pytest.raises(ValueError, match=f"attention='{read}'.*canonical") as refusal:
             build(name, [ring(3)], attention=read)
         assert all(path in str(refusal.value) for path in STRATEGIES[name].reads)

@@ -1,28 +1,26 @@
-"""Which fast read to take on the CPU: one masked call over a span, or one unmasked call per contiguous segment.
+"""Which fast read to take where what is visible has a gap: a mask over it, or the frame lent the slot in it.
 
 Both compute the same scores; what differs is the work. A masked call also scores the hidden tokens of its span and
-adds the mask, about a thirty-second of its work; every segment after the first costs one more call and its share of
-the join. So segments win once the scores they save outweigh their calls.
+adds the mask, about a thirty-second of its work; a lent slot costs three copies of a frame in every denoise pass.
 
-Measured with ``benchmarks/read_rule.py`` on an AMD EPYC 7003 (AVX2), PyTorch 2.13, fp32 and bf16, head dim 32 and 64, 4
-to 128 tokens per frame, windows of 16 and 64 frames, filling and wrapped: one extra call costs what 24,000 scores do on
-one thread and twice that on two, since only the scores are shared between threads. With it reads take 0.2 % longer than
-the faster of both would in the geometric mean of the grid, on one thread; always masked 32 %, always in segments 20 %.
-At 16 tokens per frame a wrapped ring is mostly faster masked (segments take 0.95 to 1.6 times as long), from 64 up it
-is as fast or faster in segments (0.85 to 1.02); while a ring of 64 or more tokens per frame is half full, segments take
-0.5 to 0.7 of the masked time.
+Measured with ``benchmarks/read_rule.py`` on an Intel Xeon with AMX (Sapphire Rapids), PyTorch 2.13, one thread, fp32 and
+bf16, head dim 32 and 64, 4 to 128 tokens per frame, windows of 16 and 64 frames, filling and wrapped: lent reads take
+0.80 to 0.99 of the masked time once wrapped and 0.23 to 0.99 before, and are nowhere slower. So time alone would always
+lend. The constant leaves the smallest reads masked, which move a third of the bytes: reads take 1.8 % longer than the
+faster of both in the geometric mean of the grid, always masked 53 %. Joined segments (``attention=segments``) take 1.0
+to 1.3 times as long as lent ones from 64 tokens up, and up to twice as long below.
 """
 
 from __future__ import annotations
 
 import torch
 
-SCORES_PER_CALL = 24_000
+SCORES_PER_LOAN = 4_000
 MASK_SHARE = 1 / 32
 
 
 def saved_scores(kv_heads: int, queries: int, span_tokens: int, visible_tokens: int) -> float:
-    """Scores of a masked call that reading in segments saves, the addition of the mask counted as such too.
+    """Scores of a masked call that lending saves, the addition of the mask counted as such too.
 
     queries: folded queries per KV head, ``H_q // H * T``. span_tokens: keys that a masked call would score, of which
     visible_tokens are visible.
@@ -30,7 +28,7 @@ def saved_scores(kv_heads: int, queries: int, span_tokens: int, visible_tokens: 
     return kv_heads * queries * (span_tokens - visible_tokens + span_tokens * MASK_SHARE)
 
 
-def prefer_segments(kv_heads: int, queries: int, span_tokens: int, visible_tokens: int, num_segments: int) -> bool:
-    """Whether segments are the faster read; the visible tokens lie in num_segments runs."""
+def prefer_lent(kv_heads: int, queries: int, span_tokens: int, visible_tokens: int) -> bool:
+    """Whether lending saves enough."""
     saved = saved_scores(kv_heads, queries, span_tokens, visible_tokens)
-    return saved > SCORES_PER_CALL * (num_segments - 1) * torch.get_num_threads()
+    return saved > SCORES_PER_LOAN * torch.get_num_threads()

@@ -13,8 +13,9 @@ from ringkv.lifecycle import LifecycleResource, Plan
 from ringkv.resource import MemoryReport, State
 from ringkv.ring.cache import LayerRingCache
 from ringkv.ring.flex import FlexReader
+from ringkv.ring.rows import lockstep
 from ringkv.ring.undo import UndoLog
-from ringkv.ring.view import LayerRead, RingView, lockstep
+from ringkv.ring.view import LayerRead, RingView
 from ringkv.staging import RowStaging
 from ringkv.state import Layers
 
@@ -30,7 +31,7 @@ class RingKVManager(LifecycleResource):
     """
 
     config_class = RingKVConfig
-    read_paths = ("auto", "canonical", "sdpa", "segments", "flex")
+    read_paths = ("auto", "canonical", "sdpa", "segments", "lent", "flex")
     fixed_addresses: ClassVar[bool] = True
     config: RingKVConfig
     layers: list[LayerRingCache]
@@ -153,7 +154,9 @@ class RingKVManager(LifecycleResource):
         if layer_idx not in self._reads:
             self._reads[layer_idx] = self._plan_reads(layer_idx)
         reads = self._reads[layer_idx]
-        return reads[0](q) if len(reads) == 1 else torch.cat([read(q[read.rows]) for read in reads])
+        if len(reads) == 1:
+            return reads[0](q, commit=commit)
+        return torch.cat([read(q[read.rows], commit=commit) for read in reads])
 
     def _plan_reads(self, layer_idx: int) -> list[LayerRead]:
         """The reads of one layer for all rows of the pending plan, in their order."""

@@ -34,11 +34,26 @@ class RingView:
         self._biases: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         runs = _runs(self._slots()) if missing else _slot_runs(layer, clock)
         self.segments = tuple((first * tokens_per_frame, last * tokens_per_frame) for first, last in runs)
+        self.is_kept = horizon.is_kept(layer, clock)
 
     @cached_property
     def frames(self) -> tuple[Span, ...]:
         """``[lo, hi)`` of each visible frame in frame order, the frame being generated (scratch) last."""
         return tuple((slot * self._tokens, (slot + 1) * self._tokens) for slot in self._slots())
+
+    @cached_property
+    def home(self) -> Span | None:
+        """``[lo, hi)`` of the slot in which the frame being generated would make all that is visible one run.
+
+        That is the slot that it will take (``is_kept``), or off the stride the one behind the history: what a row sees
+        is then the first ``visible_tokens`` of its session, whatever the clock. None where slots are missing.
+        """
+        if self._missing:
+            return None
+        slot = horizon.hidden_slot(self._layer, self._clock)
+        if slot is None:
+            slot = horizon.num_visible(self._layer, self._clock)
+        return slot * self._tokens, (slot + 1) * self._tokens
 
     @property
     def span(self) -> Span:
@@ -94,6 +109,10 @@ class LayerRead:
     """The read of one layer for rows that see the same tokens of their own sessions, by one read path.
 
     ``rows`` says which of the step's. Slices of the ring are taken here, once for all passes of a plan.
+
+    ``lent``: where something is hidden between what is visible, the frame is lent its slot. It stands there while it is
+    read, and what the slot holds is back before the call returns, because a rewind, a state or a cancelled frame still
+    needs it. So all that is visible is one run, which one call reads without a mask.
     """
 
     def __init__(
@@ -107,39 +126,42 @@ class LayerRead:
         attention: str,
     ) -> None:
         """kv: ``[2, B, H, capacity, D]``, the whole session of each row, a view of the ring."""
-        self.rows, self._view, self._attention = rows, view, attention
+        self.rows, self._view = rows, view
         lo, hi = view.span
         if attention == "auto":
             kv_heads = kv.shape[2]
             queries = query_heads // kv_heads * tokens_per_frame
             # Of one row, whatever the batch: how a row is read must not depend on who shares its step.
-            split = rule.prefer_segments(kv_heads, queries, hi - lo, view.visible_tokens, len(view.segments))
-            self._attention = "segments" if split else "sdpa"
-        spans: tuple[Span, ...] = ((lo, hi),)
-        if self._attention in ("canonical", "segments"):
-            spans = view.frames if self._attention == "canonical" else view.segments
+            lends = rule.prefer_lent(kv_heads, queries, hi - lo, view.visible_tokens)
+            attention = "lent" if lends else "sdpa"
+        if attention == "lent" and (len(view.segments) == 1 or view.home is None):
+            attention = "sdpa"
+        spans: Sequence[Span] = ((lo, hi),)
+        if attention == "canonical":
+            spans = view.frames
+        elif attention == "segments":
+            spans = view.segments
+        elif attention == "lent":
+            assert view.home is not None
+            spans = ((0, view.visible_tokens),)
+            self._home, self._scratch = kv[:, :, :, slice(*view.home)], kv[:, :, :, -tokens_per_frame:]
+        self._attention = attention
         self._keys, self._values = ([part[:, :, first:last] for first, last in spans] for part in kv.unbind(0))
 
-    def __call__(self, q: torch.Tensor) -> torch.Tensor:
-        """Attention of q ``[B, H_q, T, D]``, one row for each of ``rows``."""
+    def __call__(self, q: torch.Tensor, *, commit: bool) -> torch.Tensor:
+        """Attention of q ``[B, H_q, T, D]``, one row for each of ``rows``, after the write of the pass."""
         if self._attention == "canonical":
             return paths.canonical(q, self._keys, self._values)
         if self._attention == "segments":
             return paths.segments(q, self._keys, self._values)
         (keys,), (values,) = self._keys, self._values
-        return paths.masked(q, keys, values, self._view.bias(q.dtype, q.device))
-
-
-def lockstep(views: Sequence[RingView], sessions: Sequence[int]) -> list[tuple[slice, slice]]:
-    """Rows that one call can read: neighbours with one view, in evenly spaced sessions. As (rows, sessions) slices."""
-    groups: list[tuple[slice, slice]] = []
-    first = 0
-    while first < len(views):
-        last, step = first + 1, 1
-        if last < len(views):
-            step = max(1, sessions[last] - sessions[first])
-        while last < len(views) and views[last] is views[first] and sessions[last] - sessions[last - 1] == step:
-            last += 1
-        groups.append((slice(first, last), slice(sessions[first], sessions[last - 1] + 1, step)))
-        first = last
-    return groups
+        if self._attention == "sdpa":
+            return paths.masked(q, keys, values, self._view.bias(q.dtype, q.device))
+        if commit and self._view.is_kept:  # it has just taken its slot for good
+            return paths.masked(q, keys, values, None)
+        held = self._home.clone()
+        self._home.copy_(self._scratch)
+        try:
+            return paths.masked(q, keys, values, None)
+        finally:
+            self._home.copy_(held)

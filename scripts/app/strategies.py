@@ -27,7 +27,7 @@ PAGE_TOKENS = 16
 POOL_KNOBS = ("page_tokens", "num_pages", "max_frames")
 
 IN_ORDER = ("auto", "canonical", "sdpa")
-RING_READS = (*IN_ORDER, "segments", "flex")
+RING_READS = (*IN_ORDER, "segments", "lent", "flex")
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,7 @@ def _build(config: KVConfig, dtype: str, attention: str) -> AttentionResource:
 
 
 PEERS: Mapping[str, tuple[Callable[..., KVConfig], tuple[str, ...]]] = {
-    "ring": (RingKVConfig, ("auto", "sdpa", "segments")),
+    "ring": (RingKVConfig, ("auto", "sdpa", "segments", "lent")),
     "shift": (ShiftKVConfig, ("sdpa",)),
     "cat": (CatKVConfig, ("sdpa",)),
     "paged_windowed": (PagedKVConfig, ("sdpa",)),
