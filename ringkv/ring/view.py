@@ -30,9 +30,10 @@ class RingView:
         self, layer: RingKVLayerConfig, clock: int, tokens_per_frame: int, missing: Set[int] = frozenset()
     ) -> None:
         """The view at ``clock``; ``missing`` slots hold nothing although the clock says so."""
-        self._layer, self._clock, self._tokens, self._missing = layer, clock, tokens_per_frame, missing
+        self._layer, self._clock, self._tokens = layer, clock, tokens_per_frame
+        self._missing = missing - {horizon.hidden_slot(layer, clock)}  # hidden either way
         self._biases: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-        runs = _runs(self._slots()) if missing else _slot_runs(layer, clock)
+        runs = _runs(self._slots()) if self._missing else _slot_runs(layer, clock)
         self.segments = tuple((first * tokens_per_frame, last * tokens_per_frame) for first, last in runs)
         self.is_kept = horizon.is_kept(layer, clock)
 
