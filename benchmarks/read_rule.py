@@ -20,7 +20,7 @@ import torch
 
 from ringkv import RingKVLayerConfig
 from ringkv.attention import rule
-from ringkv.ring.view import LayerRead, RingView
+from ringkv.ring.view import LayerPass, RingView
 
 HEADS = ((8, 4, 64), (6, 3, 32))  # query heads, KV heads, head dim
 TOKENS = (4, 16, 64, 128)
@@ -75,11 +75,12 @@ def main(threads: tuple[int, ...]) -> None:
         layer = RingKVLayerConfig(ring_frames=window, ring_buckets=window, pinned_dilation=1)
         clock = window * quarters // 4 if quarters < 4 else window + window // 2  # wrapped: the gap is in the middle
         view = RingView(layer, clock, tokens)
-        reads = [
-            LayerRead(slice(0, 1), view, kv, query_heads=q_heads, tokens_per_frame=tokens, attention=read)
+        flags = torch.ones(1, capacity, dtype=torch.bool)
+        passes = [
+            LayerPass(slice(0, 1), view, kv, flags, query_heads=q_heads, tokens_per_frame=tokens, attention=read)
             for read in READS
         ]
-        masked_s, (_, lent, joined) = interleaved([partial(read, q, commit=False) for read in reads])
+        masked_s, (_, lent, joined) = interleaved([partial(each.read, q, commit=False) for each in passes])
         shape = (kv_heads, q_heads // kv_heads * tokens, view.span[1] - view.span[0], view.visible_tokens)
         lends = rule.prefer_lent(*shape)
         points.append((lent, rule.saved_scores(*shape), count))

@@ -1,4 +1,4 @@
-"""One transformer block: two pure functions with the cache's ``attend`` between them.
+"""One transformer block: two pure functions with the cache's ``attend`` between them, and the two in one, ``between``.
 
 Everything that a function reads is an argument, weights and the value-residual lambda included, so that one compiled
 version of each serves every layer, and the eager and the compiled model run the same code.
@@ -72,3 +72,27 @@ def after_attend(
     merged = attended.transpose(1, 2).flatten(2)
     x = x + attention_gate[:, None] * product(merged, out_weight)
     return x + mlp_gate[:, None] * mlp(modulate(x, shift, scale).to(up_weight.dtype), up_weight, down_weight)
+
+
+def between(
+    x: torch.Tensor,
+    attended: torch.Tensor,
+    modulation: torch.Tensor,
+    out_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    next_modulation: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    first_v: torch.Tensor,
+    value_mix: torch.Tensor,
+    qkv_weight: torch.Tensor,
+    temperature: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """From what one layer's attention returned to the next one's q, k, v: the residual stream, then those.
+
+    ``after_attend`` of a block and ``before_attend`` of the next, whose arguments come last. One function, because
+    entering a compiled one costs as much as a small operator or ten.
+    """
+    x = after_attend(x, attended, modulation, out_weight, up_weight, down_weight)
+    return x, *before_attend(x, next_modulation, cos, sin, first_v, value_mix, qkv_weight, temperature)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import cast
 
 import torch
 from torch import nn
 
-from model.attention import Block, after_attend, before_attend
+from model.attention import Block, after_attend, before_attend, between
 from model.config import MODULATIONS, ModelConfig
 from model.layers import Conditioning, patchify, product, rms_norm, unpatchify, wide
 from model.rope import rotation
@@ -37,7 +38,8 @@ class FrameTransformer(nn.Module):
         self.blocks = cast("Sequence[Block]", nn.ModuleList(Block(config) for _ in range(config.num_layers)))
         self.value_mix = nn.Parameter(torch.empty(config.num_layers - 1))
         self.head = nn.Linear(d, config.patch_elements)
-        self.before_attend, self.after_attend = before_attend, after_attend
+        self.before_attend, self.between, self.after_attend = before_attend, between, after_attend
+        self._rotated: tuple[list[int], torch.dtype] | None = None
         if not self.position.is_meta:
             self.reset_parameters(seed)
 
@@ -90,24 +92,36 @@ class FrameTransformer(nn.Module):
         self._check(x, sigma, action, frame_pos)
         config = self.config
         modulations = self._modulations(sigma, action)
-        cos, sin = rotation(frame_pos, config.grid, config.head_dim, wide(self.position.dtype))
+        cos, sin = self._rotation(frame_pos)
         hidden = self._embed(x, noised=sigma > 0)
         # Layer 0 mixes nothing in: a weight of 0 says so, and all layers run the same code on the same shapes.
         mix = torch.cat([self.value_mix.new_zeros(1), self.value_mix])
         first_v = torch.zeros(
             len(x), config.num_kv_heads, config.tokens_per_frame, config.head_dim, dtype=mix.dtype, device=x.device
         )
-        for layer, block in enumerate(self.blocks):
-            modulation = modulations[layer]
-            q, k, v = self.before_attend(
-                hidden, modulation, cos, sin, first_v, mix[layer], block.qkv_weight, block.temperature
+        blocks = self.blocks
+        q, k, v = self.before_attend(
+            hidden, modulations[0], cos, sin, first_v, mix[0], blocks[0].qkv_weight, blocks[0].temperature
+        )
+        first_v = v
+        for layer, (block, after) in enumerate(pairwise(blocks)):
+            hidden, q, k, v = self.between(
+                hidden,
+                resource.attend(q, k, v, layer, frame_pos, commit=commit),
+                modulations[layer],
+                block.out_weight,
+                block.up_weight,
+                block.down_weight,
+                modulations[layer + 1],
+                cos,
+                sin,
+                first_v,
+                mix[layer + 1],
+                after.qkv_weight,
+                after.temperature,
             )
-            if layer == 0:
-                first_v = v
-            attended = resource.attend(q, k, v, layer, frame_pos, commit=commit)
-            hidden = self.after_attend(
-                hidden, attended, modulation, block.out_weight, block.up_weight, block.down_weight
-            )
+        attended, last = resource.attend(q, k, v, len(blocks) - 1, frame_pos, commit=commit), blocks[-1]
+        hidden = self.after_attend(hidden, attended, modulations[-1], last.out_weight, last.up_weight, last.down_weight)
         weight, bias = self.head.weight, self.head.bias
         patches = product(rms_norm(hidden).to(weight.dtype), weight, bias).to(hidden.dtype)
         return unpatchify(patches, config.patch, config.grid)
@@ -117,6 +131,16 @@ class FrameTransformer(nn.Module):
         if torch.is_grad_enabled():
             return self.conditioning(torch.full(action.shape, sigma, dtype=torch.float64, device=action.device), action)
         return self.conditioning.table(sigma).index_select(1, action)
+
+    def _rotation(self, frame_pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``rotation`` of the clocks; the passes of a frame share it where clocks can be read without waiting."""
+        config, dtype = self.config, wide(self.position.dtype)
+        if not frame_pos.is_cpu:
+            return rotation(frame_pos, config.grid, config.head_dim, dtype)
+        key = (frame_pos.tolist(), dtype)
+        if key != self._rotated:
+            self._rotated, self._angles = key, rotation(frame_pos, config.grid, config.head_dim, dtype)
+        return self._angles
 
     def _embed(self, x: torch.Tensor, *, noised: bool) -> torch.Tensor:
         """``[B, T, d]``, the start of the residual stream."""
@@ -142,10 +166,11 @@ class FrameTransformer(nn.Module):
 
 
 def compile_regions(model: FrameTransformer) -> None:
-    """Compile the two functions around ``attend`` in place; ``attend`` itself stays eager.
+    """Compile the three functions around ``attend`` in place; ``attend`` itself stays eager.
 
-    Each compiles once for a batch size and is shared by all layers; batch sizes are bucketed by who runs the model, so
-    shapes are static.
+    Each compiles once for a batch size, and ``between`` is shared by all layers; batch sizes are bucketed by who runs
+    the model, so shapes are static.
     """
     model.before_attend = torch.compile(before_attend, fullgraph=True, dynamic=False)
+    model.between = torch.compile(between, fullgraph=True, dynamic=False)
     model.after_attend = torch.compile(after_attend, fullgraph=True, dynamic=False)

@@ -393,7 +393,9 @@ def _layer(index: int, number: int, error: BaseException, *, done: bool) -> Patc
     """The write of pass ``number`` in a layer fails, before it or when the first row (ring: every row) is written."""
 
     def patch(patched: pytest.MonkeyPatch, world: World) -> None:
-        usual = world.resource.layers[index].write
+        layer = world.resource.layers[index]
+        name = "put" if hasattr(layer, "put") else "write"
+        usual = getattr(layer, name)
 
         def write(*args: Any, **kwargs: Any) -> Any:
             if world.passes != number:
@@ -402,7 +404,7 @@ def _layer(index: int, number: int, error: BaseException, *, done: bool) -> Patc
                 usual(*args, **kwargs)
             raise error
 
-        patched.setattr(world.resource.layers[index], "write", write)
+        patched.setattr(layer, name, write)
 
     return patch
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention import after_attend, before_attend
+from model.attention import after_attend, before_attend, between
 from model.sampler import FrameSampler
 from model.transformer import FrameTransformer, compile_regions
 from ringkv import EngineResourceInfo, FrameStep, KVSpec, RingKVConfig, StepContext, StepRunner, graphs
@@ -243,6 +243,7 @@ def count_regions(model: FrameTransformer, graphs: list[Any]) -> None:
 
     options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": count}
     model.before_attend = torch.compile(before_attend, **options)
+    model.between = torch.compile(between, **options)
     model.after_attend = torch.compile(after_attend, **options)
 
 
@@ -279,10 +280,10 @@ def test_after_warm_up_nothing_compiles_over_fill_wrap_cancel_and_load() -> None
     count_regions(runner.model.model, graphs)
     with torch._dynamo.config.patch(recompile_limit=1):  # buckets must not run into what else is alive in a process
         runner.captured.warm_up()
-    assert len(graphs) == 2 * len(runner.captured.buckets)
+    assert len(graphs) == 3 * len(runner.captured.buckets)
     with torch._dynamo.config.patch(error_on_recompile=True):
         compiled = play_a_life(runner)
-    assert len(graphs) == 2 * len(runner.captured.buckets)
+    assert len(graphs) == 3 * len(runner.captured.buckets)
     eager = play_a_life(StepRunner(build(2), sampler()))
     assert eager.keys() == compiled.keys() == {"a", "b", "d"}
     for rid, frames in eager.items():

@@ -1,4 +1,4 @@
-"""The frame transformer: positions, dtypes, heads, modulation table, and the two compiled regions."""
+"""The frame transformer: positions, dtypes, heads, modulation table, and the compiled regions."""
 
 from __future__ import annotations
 
@@ -338,7 +338,7 @@ def test_a_bad_input_is_refused_in_one_line_before_the_cache_is_touched(changes,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2])
-def test_two_compilations_serve_all_layers_passes_and_clocks_and_equal_eager(rows):
+def test_three_compilations_serve_all_layers_passes_and_clocks_and_equal_eager(rows):
     from torch._dynamo.utils import counters
 
     torch.compiler.reset()
@@ -363,4 +363,4 @@ def test_two_compilations_serve_all_layers_passes_and_clocks_and_equal_eager(row
             ring.commit(step, ctx)
             outputs.append(torch.stack(out))
         assert (outputs[0] - outputs[1]).abs().max() <= 1e-5 * outputs[0].abs().max()
-        assert counters["stats"]["unique_graphs"] == 2
+        assert counters["stats"]["unique_graphs"] == 3

@@ -17,7 +17,7 @@ from model import layers
 from model.rope import rotation
 from ringkv.attention import paths
 from ringkv.ring.rows import lockstep
-from ringkv.ring.view import LayerRead, RingView
+from ringkv.ring.view import LayerPass, RingView
 from tests.ring_tools import (
     READ_PATHS,
     begin,
@@ -76,12 +76,15 @@ def test_with_the_frame_in_its_home_what_it_sees_is_the_first_tokens_of_its_sess
     layer = ring(buckets, dilation, frames)
     for clock in range(3 * buckets * dilation + 2):
         view = RingView(layer, clock, 2)
-        assert view.home is not None
         slots = {frame // dilation % buckets for frame in reference_history(buckets, dilation, clock)}
         assert sorted(slots | {view.home[0] // 2}) == list(range(view.visible_tokens // 2)), clock
         if clock % dilation == 0:
             assert view.home == (2 * (clock // dilation % buckets), 2 * (clock // dilation % buckets) + 2), clock
-    assert RingView(layer, 1, 2, {0}).home is None
+
+
+def test_a_ring_with_a_hole_lends_nothing_unless_the_hole_is_the_slot_itself() -> None:
+    assert RingView(ring(3), 4, 2, {0}).has_holes
+    assert not RingView(ring(3), 4, 2, {1}).has_holes
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -92,15 +95,16 @@ def test_a_lent_slot_is_given_back_bit_for_bit_even_by_a_read_that_fails(
     kv[:, :, :, 3:6] = float("nan")  # slot 1, which frame 4 is about to overwrite: nothing that it holds may be read
     before = kv.clone()
     view = RingView(ring(3), 4, 3)
-    read = LayerRead(slice(0, 1), view, kv, query_heads=2, tokens_per_frame=3, attention="lent")
+    flags = torch.ones(1, 12, dtype=torch.bool)
+    lent = LayerPass(slice(0, 1), view, kv, flags, query_heads=2, tokens_per_frame=3, attention="lent")
     q = normal(1, 2, 3, 4, seed=1)
     if fails:
         monkeypatch.setattr(paths, "masked", lambda *_: (_ for _ in ()).throw(MemoryError("scores")))
         with pytest.raises(MemoryError):
-            read(q, commit=False)
+            lent.read(q, commit=False)
     else:
         seen = torch.cat([kv[:, 0, :, :3], kv[:, 0, :, 6:]], dim=2)
-        assert (read(q, commit=False)[0].double() - dense_attention(q[0], *seen)).abs().max() <= 1e-5
+        assert (lent.read(q, commit=False)[0].double() - dense_attention(q[0], *seen)).abs().max() <= 1e-5
     assert torch.equal(kv.view(torch.int32), before.view(torch.int32))
 
 
@@ -159,7 +163,7 @@ def test_a_row_read_with_others_has_the_bits_of_a_row_read_beside_strangers(path
         begin(manager, rows)
         q, k, v = (normal(3, heads, 16, 16, seed=seed).to(dtype) for seed, heads in enumerate((4, 2, 2)))
         out = manager.attend(q, k, v, 0, clocks(*ends.values()), commit=True)
-        assert len(manager._reads[0]) == (1 if offset == 0 else 3)
+        assert len(manager._passes[0]) == (1 if offset == 0 else 3)
         finish(manager, rows)
         outputs.append(out[0])
     assert torch.equal(*outputs)

@@ -5,11 +5,14 @@ Letters: B rows, S sessions, H KV heads, R ring_frames, T tokens per frame, D he
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ringkv import horizon
 from ringkv.config import RingKVLayerConfig, require_int
 from ringkv.ring.ops import ring_write
+from ringkv.ring.view import LayerPass
 
 
 class LayerRingCache:
@@ -92,6 +95,10 @@ class LayerRingCache:
         by_session = self.kv[:, 0].unflatten(2, (self.num_sessions, self.capacity))
         return by_session[:, :, which].transpose(1, 2)
 
+    def flags(self, which: slice) -> torch.Tensor:
+        """``[n, capacity]``, a view of ``written``: the flags of the sessions that ``which`` names."""
+        return self.written.unflatten(0, (self.num_sessions, self.capacity))[which]
+
     def reset(self, session_idx: int) -> None:
         """Zero one session in place and re-arm its scratch."""
         lo, hi = self.session_span(session_idx)
@@ -165,6 +172,18 @@ class LayerRingCache:
             layer.ring_buckets,
             layer.pinned_dilation,
         )
+
+    def put(self, passes: Sequence[LayerPass], k: torch.Tensor, v: torch.Tensor, *, commit: bool) -> None:
+        """``write`` of a step whose rows' places have been looked up: ``passes`` has them."""
+        if commit:
+            self.commits.add_(1)  # before the write: a write that fails half-way still counts as begun
+        if k.requires_grad or v.requires_grad:
+            k, v = k.detach(), v.detach()
+        if len(passes) == 1:
+            passes[0].write(k, v, commit=commit)
+            return
+        for each in passes:
+            each.write(k[each.rows], v[each.rows], commit=commit)
 
     def view(
         self, frame_pos: torch.Tensor, session_idx: torch.Tensor, *, build_visibility: bool

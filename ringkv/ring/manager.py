@@ -15,7 +15,7 @@ from ringkv.ring.cache import LayerRingCache
 from ringkv.ring.flex import FlexReader
 from ringkv.ring.rows import lockstep
 from ringkv.ring.undo import UndoLog
-from ringkv.ring.view import LayerRead, RingView
+from ringkv.ring.view import LayerPass, RingView
 from ringkv.staging import RowStaging
 from ringkv.state import Layers
 
@@ -76,7 +76,7 @@ class RingKVManager(LifecycleResource):
         self._addresses = self._buffer_addresses()
         self._missing: dict[int, list[set[int]]] = {}
         self._views: dict[tuple[RingKVLayerConfig, int, frozenset[int]], RingView] = {}
-        self._reads: dict[int, list[LayerRead]] = {}
+        self._passes: dict[int, list[LayerPass]] = {}
 
     def upsert(
         self,
@@ -127,7 +127,7 @@ class RingKVManager(LifecycleResource):
     def cleanup(self) -> None:
         super().cleanup()
         self._undo = None
-        self._views, self._reads = {}, {}
+        self._views, self._passes = {}, {}
 
     # -- what the lifecycle asks for ---------------------------------------------------------------------------
 
@@ -139,27 +139,28 @@ class RingKVManager(LifecycleResource):
         self._staging.put(plan.session_indices, plan.clocks)
         if self._flex is not None:
             self._flex.stage(self._staged_sessions[:rows], self._staged_clocks[:rows])
-        self._views, self._reads = {}, {}
+        self._views, self._passes = {}, {}
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_idx: int, frame_pos: torch.Tensor, commit: bool
     ) -> torch.Tensor:
         rows, layer = q.shape[0], self.layers[layer_idx]
         sessions = self._staged_sessions[:rows]
-        layer.write(k, v, frame_pos, sessions, commit=commit)
-        if self._flex is not None and self._flex.over_pool:
-            return self._flex.read_pool(q, layer, frame_pos, sessions)
         if self._flex is not None:
+            layer.write(k, v, frame_pos, sessions, commit=commit)
+            if self._flex.over_pool:
+                return self._flex.read_pool(q, layer, frame_pos, sessions)
             return self._flex.read_rows(q, layer, frame_pos, sessions, self._require_plan().session_indices)
-        if layer_idx not in self._reads:
-            self._reads[layer_idx] = self._plan_reads(layer_idx)
-        reads = self._reads[layer_idx]
-        if len(reads) == 1:
-            return reads[0](q, commit=commit)
-        return torch.cat([read(q[read.rows], commit=commit) for read in reads])
+        if layer_idx not in self._passes:
+            self._passes[layer_idx] = self._plan_passes(layer_idx)
+        passes = self._passes[layer_idx]
+        layer.put(passes, k, v, commit=commit)
+        if len(passes) == 1:
+            return passes[0].read(q, commit=commit)
+        return torch.cat([each.read(q[each.rows], commit=commit) for each in passes])
 
-    def _plan_reads(self, layer_idx: int) -> list[LayerRead]:
-        """The reads of one layer for all rows of the pending plan, in their order."""
+    def _plan_passes(self, layer_idx: int) -> list[LayerPass]:
+        """The passes of one layer for all rows of the pending plan, in their order."""
         plan, cache, config = self._require_plan(), self.layers[layer_idx], self.config
         views = []
         for session, clock in zip(plan.session_indices, plan.clocks, strict=True):
@@ -172,10 +173,11 @@ class RingKVManager(LifecycleResource):
         if self.attention != "canonical":  # which is beyond doubt because it does one thing at a time
             groups = lockstep(views, plan.session_indices)
         return [
-            LayerRead(
+            LayerPass(
                 rows,
                 views[rows.start],
                 cache.sessions(which),
+                cache.flags(which),
                 query_heads=config.num_qo_heads,
                 tokens_per_frame=config.tokens_per_frame,
                 attention=self.attention,

@@ -1,6 +1,6 @@
-"""What the rows of a step may see of one ring, as host integers, and the read of it.
+"""What the rows of a step may see of one ring, as host integers, and a pass over it: the write, then the read.
 
-Built once per plan from the rows' clocks, then used by every pass, so that an eager read takes exact slices without
+Built once per plan from the rows' clocks, then used by every pass, so that an eager pass takes exact slices without
 asking the device which slots are visible.
 """
 
@@ -43,18 +43,21 @@ class RingView:
         return tuple((slot * self._tokens, (slot + 1) * self._tokens) for slot in self._slots())
 
     @cached_property
-    def home(self) -> Span | None:
-        """``[lo, hi)`` of the slot in which the frame being generated would make all that is visible one run.
+    def home(self) -> Span:
+        """``[lo, hi)`` of the slot that the frame being generated will take; off the stride, of the one behind history.
 
-        That is the slot that it will take (``is_kept``), or off the stride the one behind the history: what a row sees
-        is then the first ``visible_tokens`` of its session, whatever the clock. None where slots are missing.
+        With the frame in it, what a row of a ring without holes sees is the first ``visible_tokens`` of its session,
+        whatever the clock.
         """
-        if self._missing:
-            return None
         slot = horizon.hidden_slot(self._layer, self._clock)
         if slot is None:
             slot = horizon.num_visible(self._layer, self._clock)
         return slot * self._tokens, (slot + 1) * self._tokens
+
+    @property
+    def has_holes(self) -> bool:
+        """Whether a slot that the clock says is visible holds nothing."""
+        return bool(self._missing)
 
     @property
     def span(self) -> Span:
@@ -106,8 +109,8 @@ def _slot_runs(layer: RingKVLayerConfig, clock: int) -> list[Span]:
     return [*runs, (layer.ring_frames, layer.ring_frames + 1)]
 
 
-class LayerRead:
-    """The read of one layer for rows that see the same tokens of their own sessions, by one read path.
+class LayerPass:
+    """The passes of one layer for rows that see the same tokens of their own sessions, by one read path.
 
     ``rows`` says which of the step's. Slices of the ring are taken here, once for all passes of a plan.
 
@@ -121,12 +124,13 @@ class LayerRead:
         rows: slice,
         view: RingView,
         kv: torch.Tensor,
+        written: torch.Tensor,
         *,
         query_heads: int,
         tokens_per_frame: int,
         attention: str,
     ) -> None:
-        """kv: ``[2, B, H, capacity, D]``, the whole session of each row, a view of the ring."""
+        """kv: ``[2, B, H, capacity, D]``, written: ``[B, capacity]``, the whole session of each row, views of them."""
         self.rows, self._view = rows, view
         lo, hi = view.span
         if attention == "auto":
@@ -135,7 +139,7 @@ class LayerRead:
             # Of one row, whatever the batch: how a row is read must not depend on who shares its step.
             lends = rule.prefer_lent(kv_heads, queries, hi - lo, view.visible_tokens)
             attention = "lent" if lends else "sdpa"
-        if attention == "lent" and (len(view.segments) == 1 or view.home is None):
+        if attention == "lent" and (len(view.segments) == 1 or view.has_holes):
             attention = "sdpa"
         spans: Sequence[Span] = ((lo, hi),)
         if attention == "canonical":
@@ -143,14 +147,30 @@ class LayerRead:
         elif attention == "segments":
             spans = view.segments
         elif attention == "lent":
-            assert view.home is not None
             spans = ((0, view.visible_tokens),)
-            self._home, self._scratch = kv[:, :, :, slice(*view.home)], kv[:, :, :, -tokens_per_frame:]
         self._attention = attention
         self._keys, self._values = ([part[:, :, first:last] for first, last in spans] for part in kv.unbind(0))
+        self._scratch = kv[:, :, :, -tokens_per_frame:]
+        self._scratch_kv = self._scratch.unbind(0)
+        home = slice(*view.home)
+        self._slot, self._flags = kv[:, :, :, home], written[:, home]
 
-    def __call__(self, q: torch.Tensor, *, commit: bool) -> torch.Tensor:
-        """Attention of q ``[B, H_q, T, D]``, one row for each of ``rows``, after the write of the pass."""
+    def write(self, k: torch.Tensor, v: torch.Tensor, *, commit: bool) -> None:
+        """Put the frames k and v ``[B, H, T, D]`` of ``rows`` into scratch, a commit's also into the slot they take.
+
+        What the registered operator of ``ops`` does to the same rows, without looking for their places again.
+        """
+        keys, values = self._scratch_kv
+        keys.copy_(k)
+        values.copy_(v)
+        if commit and self._view.is_kept:
+            self._flags.fill_(True)
+            keys, values = self._slot.unbind(0)
+            keys.copy_(k)
+            values.copy_(v)
+
+    def read(self, q: torch.Tensor, *, commit: bool) -> torch.Tensor:
+        """Attention of q ``[B, H_q, T, D]`` of ``rows``, after the write of the pass."""
         if self._attention == "canonical":
             return paths.canonical(q, self._keys, self._values)
         if self._attention == "segments":
@@ -160,9 +180,9 @@ class LayerRead:
             return paths.masked(q, keys, values, self._view.bias(q.dtype, q.device))
         if commit and self._view.is_kept:  # it has just taken its slot for good
             return paths.masked(q, keys, values, None)
-        held = self._home.clone()
-        self._home.copy_(self._scratch)
+        held = self._slot.clone()
+        self._slot.copy_(self._scratch)
         try:
             return paths.masked(q, keys, values, None)
         finally:
-            self._home.copy_(held)
+            self._slot.copy_(held)

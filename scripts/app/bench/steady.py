@@ -23,8 +23,8 @@ from scripts.app.geometry import model_config
 from scripts.app.strategies import kv_config
 
 LATE_CLOCK = 5000
-REGIONS = 2
-"""Functions that ``compile_regions`` compiles; the commit flag is no argument of either."""
+REGIONS = 3
+"""Functions that ``compile_regions`` compiles; the commit flag is no argument of any."""
 
 
 def measure_steady(bench: Bench, budget: Budget) -> Iterator[dict[str, Any]]:
@@ -79,6 +79,7 @@ def _compilations(bench: Bench, budget: Budget) -> dict[str, Any]:
     steps.restart(state)
     steps.step()
     return {
+        "regions": REGIONS,
         "buckets": len(steps.runner.captured.buckets),
         "in_warm_up": warm,
         "later": counters["stats"]["unique_graphs"] - warm,

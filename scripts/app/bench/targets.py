@@ -177,9 +177,9 @@ def _steady(rows: Rows) -> list[Target]:
             "compilations",
             "1",
             lambda row: (
-                row["in_warm_up"] / (2 * row["buckets"]),
-                row["in_warm_up"] == 2 * row["buckets"],
-                "two regions; the commit flag is an argument of neither",
+                row["in_warm_up"] / (row["regions"] * row["buckets"]),
+                row["in_warm_up"] == row["regions"] * row["buckets"],
+                f"{row['regions']} regions; the commit flag is an argument of none",
             ),
         ),
         exact(
