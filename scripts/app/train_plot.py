@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 
 from ringkv.harness.plots import new_figure, save_png
 
 _SMOOTHED_STEPS = 50
+_DASHES = ("-", "--", ":", "-.")
 
 
 def curve_png(path: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
@@ -25,12 +28,34 @@ def curve_png(path: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
     left.semilogy(steps[window - 1 :], smooth, color="C0", label=f"mean of {window}")
     left.set(xlabel="step", ylabel="loss", title=title)
     left.legend(fontsize=8)
-    names = sorted({key for row in rows for key in row if key.startswith("psnr/")})
-    for name in names:
-        taken = [(row["step"], row[name]) for row in rows if name in row]
-        dashes = "--" if "ring" not in name else "-"
-        right.plot(*zip(*taken, strict=True), dashes, marker=".", linewidth=1, label=name.removeprefix("psnr/"))
-    right.set(xlabel="step", ylabel="PSNR of a held-out rollout (dB)")
-    if names:
-        right.legend(fontsize=5, ncol=2)
+    _draw_quality(right, rows)
     save_png(figure, path)
+
+
+def _draw_quality(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    """A colour for each predicted frame, a dash for each ring; of the baselines the last frame alone."""
+    axes.set(xlabel="step", ylabel="PSNR of a held-out rollout (dB)")
+    taken = [row for row in rows if any(key.startswith("psnr/") for key in row)]
+    if not taken:
+        return
+    steps = [row["step"] for row in taken]
+    keys = [key.split("/")[1:] for key in taken[-1] if key.startswith("psnr/")]
+    frames = list(dict.fromkeys(frame for _, frame in keys))
+    names = list(dict.fromkeys(name for name, _ in keys))
+    rings = [name for name in names if name.startswith("ring")]
+    for ring, dash in zip(rings, _DASHES, strict=False):
+        for index, frame in enumerate(frames):
+            axes.plot(steps, [row[f"psnr/{ring}/{frame}"] for row in taken], dash, color=f"C{index}", linewidth=1)
+    for name, shade in zip([name for name in names if name not in rings], ("0.6", "0.3"), strict=False):
+        axes.plot(steps, [row[f"psnr/{name}/{frames[-1]}"] for row in taken], color=shade, linewidth=1)
+        axes.annotate(
+            name.replace("_", " "), (steps[0], taken[0][f"psnr/{name}/{frames[-1]}"]), fontsize=6, va="bottom"
+        )
+    colours = [
+        Line2D([], [], color=f"C{i}", label=f"predicted {frame[:5]} {frame[5:]}") for i, frame in enumerate(frames)
+    ]
+    dashes = [
+        Line2D([], [], color="0", linestyle=dash, label=f"ring of {ring[4:]}")
+        for ring, dash in zip(rings, _DASHES, strict=False)
+    ]
+    axes.legend(handles=colours + dashes, fontsize=6, ncol=2, loc="lower right")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -85,11 +86,12 @@ def run_bench(bench: Bench, run_dir: RunDir) -> int:
 
 
 def _measure(level: str, bench: Bench, levels: dict[str, list[dict[str, Any]]], console: Console) -> None:
-    budget = Budget(bench.seconds_of(level))
+    budget, start = Budget(bench.seconds_of(level)), time.perf_counter()
     rows = levels[level] = []
     with console.status(level):
         for row in MEASURES[level](bench, budget):
             rows.append(row)
+    console.print(f"{level:<8} {len(rows)} rows in {time.perf_counter() - start:.0f} s", markup=False)
 
 
 def _summary(found: list[Target]) -> dict[str, Any]:
