@@ -39,7 +39,8 @@ class FrameTransformer(nn.Module):
         self.value_mix = nn.Parameter(torch.empty(config.num_layers - 1))
         self.head = nn.Linear(d, config.patch_elements)
         self.before_attend, self.between, self.after_attend = before_attend, between, after_attend
-        self._rotated: tuple[list[int], torch.dtype] | None = None
+        # One attribute, so that threads that share a model never pair one's clocks with another's angles.
+        self._rotated: tuple[tuple[list[int], torch.dtype], tuple[torch.Tensor, torch.Tensor]] | None = None
         if not self.position.is_meta:
             self.reset_parameters(seed)
 
@@ -137,10 +138,11 @@ class FrameTransformer(nn.Module):
         config, dtype = self.config, wide(self.position.dtype)
         if not frame_pos.is_cpu:
             return rotation(frame_pos, config.grid, config.head_dim, dtype)
-        key = (frame_pos.tolist(), dtype)
-        if key != self._rotated:
-            self._rotated, self._angles = key, rotation(frame_pos, config.grid, config.head_dim, dtype)
-        return self._angles
+        key, known = (frame_pos.tolist(), dtype), self._rotated
+        if known is None or known[0] != key:
+            with torch.inference_mode(False):  # kept, and so also read by a later pass that wants gradients
+                known = self._rotated = key, rotation(frame_pos.clone(), config.grid, config.head_dim, dtype)
+        return known[1]
 
     def _embed(self, x: torch.Tensor, *, noised: bool) -> torch.Tensor:
         """``[B, T, d]``, the start of the residual stream."""

@@ -201,7 +201,6 @@ class LifecycleResource(MovableSessions):
         self._thread.check()
         if not self.reads_in_graph:
             raise RuntimeError(f"attention={self.attention!r} on {self.device.type} is not one that a graph can hold")
-        self._thread.check()
         plan = self._require_plan()
         if tuple(clocks) != plan.clocks:
             raise ValueError(f"replay at clocks {list(clocks)}: the plan has clocks {list(plan.clocks)}")

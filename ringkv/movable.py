@@ -84,6 +84,7 @@ class MovableSessions(AttentionResource):
     # -- state -------------------------------------------------------------------------------------------------
 
     def get_state(self, rid: str) -> State:
+        self._thread.check()  # read while another thread runs a pass, it would be of two moments
         if self._table.is_parked(rid):
             return mapped(self._parking.read(rid), torch.clone)
         session = self._table.require_session(rid)

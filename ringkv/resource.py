@@ -16,8 +16,9 @@ overwritten the slot hidden at this clock. Until the frame is committed, a state
 unwritten and zero, and the next ``plan`` of the request zeroes it in place. Nothing else is lost, and the frame can be
 driven again at the same clock.
 
-A resource belongs to the thread that made the first changing call: any other thread that makes one is refused with
-``RuntimeError``, since a plan, the passes that follow it and their commit are one thing.
+A resource belongs to the thread that made the first changing call or took the first state: any other thread that does
+either is refused with ``RuntimeError``, since a plan, the passes that follow it and their commit are one thing, and a
+state taken between two of them would be neither the old nor the new one.
 
 Errors: ``ValueError`` for a value that the caller can correct (a wrong shape, an unknown request, a state that does not
 fit), ``RuntimeError`` for a call out of order or a plan that is no longer valid. Both are raised before anything

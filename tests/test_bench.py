@@ -184,7 +184,8 @@ def test_steps_are_judged_by_mode_and_by_sessions() -> None:
     assert found["kernel floor / step, 8 sessions, compiled"] == ("held", pytest.approx(0.72))
     assert found["8 steps of 1 / step of 8, eager"] == ("held", pytest.approx(2.0))
     assert found["8 steps of 1 / step of 8, compiled"] == ("short", pytest.approx(1.28))
-    assert found["host work / step, 8 sessions"] == ("held", pytest.approx(0.02))
+    assert found["host work / step, 8 sessions, eager"] == ("held", pytest.approx(0.02))
+    assert found["host work / step, 8 sessions, compiled"] == ("held", pytest.approx(0.01))
 
 
 def test_a_machine_without_a_compiler_is_told_and_the_rest_is_judged() -> None:
@@ -399,7 +400,13 @@ def test_a_quick_run_writes_its_rows_its_targets_and_its_picture(tmp_path, capsy
 @pytest.mark.slow
 def test_a_quick_run_of_every_level_holds_what_does_not_depend_on_time(tmp_path) -> None:
     run = tmp_path / "run"
-    argv = ["quick=true", "threads=1", "tracking.mode=disabled", "strategies=[ring,cat]", f"hydra.run.dir={run}"]
+    argv = [
+        "quick=true",
+        "threads=1",
+        "tracking.mode=disabled",
+        "strategies=[ring,cat,recompute_window]",
+        f"hydra.run.dir={run}",
+    ]
     assert main(argv) == 0
     result = json.loads((run / "bench.json").read_text())
     by_name = {target["name"]: target for target in result["targets"]}
@@ -410,4 +417,5 @@ def test_a_quick_run_of_every_level_holds_what_does_not_depend_on_time(tmp_path)
     ):
         assert by_name[name]["verdict"] == "held", name
     rollouts = {(row["strategy"], row["mode"]) for row in result["levels"]["rollout"]}
-    assert rollouts == {(name, mode) for name in ("ring", "cat") for mode in ("eager", "compiled")}
+    quick = {(name, mode) for name in ("ring", "cat") for mode in ("eager", "compiled")}
+    assert rollouts == quick | {("recompute_window", "eager")}

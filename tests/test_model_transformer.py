@@ -139,6 +139,15 @@ def test_patches_are_row_major_and_come_back_whole():
     assert torch.equal(unpatchify(patches, 2, (2, 3)), frames)
 
 
+def test_a_frame_first_seen_in_inference_mode_can_be_trained_through():
+    model = FrameTransformer(SMALL, seed=1)
+    with torch.inference_mode():
+        one_pass(model)
+    frames, actions = random_frames(2), random_actions(2)
+    model(frames, 0.75, actions, torch.arange(2), OwnFrameOnly(), commit=False).sum().backward()
+    assert all(block.qkv_weight.grad is not None for block in model.blocks)
+
+
 def test_a_norm_raises_precision_to_fp32_and_never_lowers_it():
     x = torch.full((4,), 300.0)  # its square overflows fp16
     assert rms_norm(x.half()).dtype == torch.float32

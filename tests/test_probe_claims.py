@@ -6,19 +6,30 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from model.checkpoint import SHIPPED
+from model.checkpoint import SHIPPED, load_checkpoint
+from model.config import preset
+from model.data import load_clip
+from scripts.app.train_eval import GAME_CONTEXT, PREDICTED, REPORTED, SEED, psnr, rollouts
 from scripts.probe import main
 
 pytestmark = pytest.mark.slow
 
 
-def measured(folder: Path, checkpoint: str, *overrides: str) -> dict[str, Any]:
-    """probe.json of a run with the shipped weights of that name; skips while they are not there."""
+def shipped(checkpoint: str) -> Path:
+    """The weights of that name; skips while they are not there."""
     path = SHIPPED / f"{checkpoint}.safetensors"
     if not path.is_file():
         pytest.skip(f"model/checkpoints/{checkpoint}.safetensors is not shipped")
+    return path
+
+
+def measured(folder: Path, checkpoint: str, *overrides: str) -> dict[str, Any]:
+    """probe.json of a run with the shipped weights of that name."""
+    path = shipped(checkpoint)
     knobs = [f"model={checkpoint}", f"checkpoint={path}", "tracking=disabled", f"data.folder={folder / 'data'}"]
     assert main([*overrides, *knobs, f"hydra.run.dir={folder / 'run'}"]) == 0
     return json.loads((folder / "run" / "probe.json").read_text())
@@ -67,6 +78,23 @@ def test_freeway_s_chicken_follows_the_actions_over_32_frames(freeway: dict[str,
 
 def test_freeway_s_cars_keep_their_lanes_and_speeds_through_frame_16(freeway: dict[str, Any]):
     assert freeway["summary"]["fidelity/cars_kept_worst_lane"] >= 0.8
+
+
+def test_freeway_in_the_largest_ring_is_within_a_decibel_of_the_best_ring(tmp_path: Path):
+    """A model that was trained on short pasts alone gets worse where a ring shows it more."""
+    config = preset("freeway")
+    model = load_checkpoint(shipped("freeway"), config, torch.float32)
+    shape = {"channels": config.channels, "height": config.height, "width": config.width}
+    clips = [
+        load_clip("freeway", num_frames=GAME_CONTEXT + PREDICTED, **shape, seed=SEED, index=index, folder=tmp_path)
+        for index in range(8)
+    ]
+    truth = np.stack([clip.frames[GAME_CONTEXT:] for clip in clips])
+    quality = {ring: psnr(rollouts(model, clips, ring, GAME_CONTEXT), truth) for ring in (5, 8, 16, 32)}
+    assert REPORTED == (1, 8, 16, 32)
+    for frame in REPORTED:
+        reached = {ring: values[frame - 1] for ring, values in quality.items()}
+        assert reached[32] >= max(reached.values()) - 1, f"frame {frame}: {reached}"
 
 
 def test_pong_s_paddle_and_ball_are_where_they_should_be(pong: dict[str, Any]):

@@ -14,7 +14,7 @@ import pytest
 from model.data import load_clip
 from model.data.clip import Pixels
 from model.metrics import PSNR_CEILING_DB, frame_psnr, frame_ssim
-from scripts.app.probe.positions import MEASURES
+from scripts.app.probe.positions import MEASURES, last_places
 from scripts.app.probe.result import Found
 from scripts.app.probe.stats import Bootstrap
 from scripts.probe import main
@@ -85,7 +85,7 @@ def recorded(game: str) -> Pixels:
 def judged(game: str, made: Pixels) -> Found:
     truth = recorded(game)
     found = Found(settings={}, summary={})
-    MEASURES[game](truth.reshape(-1, *truth.shape[2:]), truth, made, Bootstrap(3, seed=0), found)
+    MEASURES[game](truth[:, :1], truth, made, Bootstrap(3, seed=0), found)  # a context that ends at the first place
     return found
 
 
@@ -99,8 +99,40 @@ def moved(frames: Pixels, rows: int, columns: int) -> Pixels:
 def test_a_perfect_prediction_keeps_every_car_and_follows_the_chicken():
     summary = judged("freeway", recorded("freeway")).summary
     assert summary["fidelity/chicken_correlation"] == pytest.approx(1.0)
+    assert summary["fidelity/chicken_correlation_all"] == pytest.approx(1.0)
     assert summary["fidelity/chicken_found"] == summary["fidelity/cars_kept_worst_lane"] == 1.0
     assert summary["fidelity/chicken_within_2px"] == 1.0
+
+
+NONE = math.nan
+
+
+def test_a_missing_sprite_counts_where_it_was_last_found_in_its_own_rollout_or_its_context():
+    before = np.array([[3.0, 9.0], [5.0, NONE], [NONE, NONE]])
+    ours = np.array([[NONE, 7.0, NONE, NONE], [NONE, NONE, 1.0, 2.0], [NONE, 4.0, NONE, 6.0]])
+    expected = [[9.0, 7.0, 7.0, 7.0], [5.0, 5.0, 1.0, 2.0], [NONE, 4.0, 4.0, 6.0]]
+    np.testing.assert_array_equal(last_places(before, ours), expected)
+
+
+def test_the_correlation_of_all_frames_does_not_profit_from_missing_ones():
+    real = np.array([[1.0, 2.0, 3.0, 4.0, 5.0, NONE], [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]])
+    ours = np.array([[1.0, NONE, NONE, NONE, 5.0, 9.0], [NONE, 5.0, NONE, NONE, NONE, NONE]])
+    carried = last_places(np.array([[1.0], [6.0]]), ours)
+    bootstrap = Bootstrap(2, seed=0)
+    assert bootstrap.correlation(real, ours).middle == pytest.approx(1.0)
+    tested = [1, 2, 3, 4, 5, 6, 5, 4, 3, 2, 1], [1, 1, 1, 1, 5, 6, 5, 5, 5, 5, 5]  # the truth's hidden frame is no test
+    assert bootstrap.correlation(real, carried).middle == pytest.approx(np.corrcoef(*tested)[0, 1])
+
+
+def test_a_chicken_that_is_never_found_again_is_told_by_the_correlation_of_all_frames():
+    made = recorded("freeway").copy()
+    made[:, 8:] = np.median(made.reshape(-1, *made.shape[2:]), axis=0).round()  # the road alone
+    found = judged("freeway", made)
+    assert found.summary["fidelity/chicken_correlation"] == pytest.approx(1.0)
+    assert found.summary["fidelity/chicken_correlation_all"] < 0.9
+    (table,) = (each for each in found.tables if each.title.startswith("The chicken's height"))
+    assert table.columns[:2] == ["correlation where found", "correlation, all frames"]
+    assert any(note.startswith("Correlation, all frames") for note in found.notes)
 
 
 @pytest.mark.parametrize(("columns", "kept"), [(1, 1.0), (-1, 1.0), (4, 0.0)])
@@ -179,7 +211,15 @@ def test_fidelity_reports_every_predicted_frame_beside_both_baselines(tmp_path: 
         assert series["PSNR", "mean frame"]["y"][frame] == pytest.approx(expected)
         lead = series["PSNR", "one sample"]["y"][frame] - repeat
         assert series["PSNR: leads, paired", "one sample over repeat last"]["y"][frame] == pytest.approx(lead)
-    gain = series["PSNR: leads, paired", "mean of samples over one sample"]
+    of_mean = "PSNR: leads of the mean of samples, paired"
+    for frame in range(4):  # the mean is of clip 0 alone: so are the baselines that it is paired with
+        true = clips[0].frames[[3 + frame]]
+        for baseline, shown in (("repeat last", clips[0].frames[[2]]), ("mean frame", mean)):
+            lead = series["PSNR", "mean of samples"]["y"][frame] - float(frame_psnr(shown, true)[0])
+            assert series[of_mean, f"mean of samples over {baseline}"]["y"][frame] == pytest.approx(lead)
+    (table,) = (each for each in result["tables"] if each["title"].startswith("Paired leads"))
+    assert [row[1] for row in table["rows"]] == [2, 2, 1, 1, 1] * 2
+    gain = series[of_mean, "mean of samples over one sample"]
     assert gain["low"] is None  # one clip has no spread
     assert min(gain["y"]) > 0  # of two noises the mean is the nearer one
     assert result["summary"]["fidelity/first_frame_touching_zero"] == 1

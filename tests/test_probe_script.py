@@ -14,7 +14,7 @@ from model.transformer import FrameTransformer
 from ringkv.harness.records import read_config, read_summary
 from scripts.app.errors import BadInput
 from scripts.app.geometry import model_config
-from scripts.app.probe import drift, fidelity, recall
+from scripts.app.probe import drift, fidelity, recall, returning
 from scripts.probe import main
 from tests.cli_tools import WandbStub
 from tests.probe_tools import SMALL, probe_of, setup_of
@@ -149,6 +149,22 @@ def test_return_writes_what_each_geometry_retains_and_what_it_takes(tmp_path: Pa
     assert all(0 <= value <= 1 for each in nearest.values() for value in each["y"])
 
 
+def test_return_leaves_out_the_dilations_that_a_strategy_has_no_layers_for():
+    probe = probe_of("return", kv="hf_sliding")
+    assert probe.left_out == ("dilation 4: kv=hf_sliding has no dilated layers",)
+    assert {key[:3] for key in probe.points if key[0] == "oracle"} == {("oracle", ring, 1) for ring in (4, 8, 32)}
+    assert probe_of("return").left_out == ()
+
+
+def test_return_measures_the_geometries_that_are_left():
+    pytest.importorskip("transformers")
+    knobs = {"clips": 1, "rings": [3], "dilations": [1, 2], "max_gap": 3, "gaps": [2]}
+    found = returning.measure(setup_of("return", kv="hf_sliding", **knobs))
+    (kept,) = (each for each in found.series if each.panel.startswith("oracle reader"))
+    assert (kept.name, kept.y) == ("ring 3, dilation 1", [1, 1, 0])
+    assert not any("dilation d" in note for note in found.notes)
+
+
 SMALL_DRIFT = {"clips": 2, "replays": 3, "segment_frames": 4, "num_frames": 8, "context_frames": 2, "ring_frames": 3}
 
 
@@ -237,7 +253,11 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing_behind(
         ("recall", {"kv": "hf_sliding", "rings": [1]}, "ring_frames=1: kv=hf_sliding evicts nothing"),
         ("return", {"gaps": [2, 3]}, "probe.gaps=[2,3]: a camera goes round an even number of places, not 3"),
         ("return", {"max_gap": 600}, "probe.max_gap=600 probe.dilations=[1,4]: a walk through 305 places; expected at"),
-        ("return", {"kv": "hf_sliding"}, "dilation=4: kv=hf_sliding has no dilated layers; expected dilation=1"),
+        (
+            "return",
+            {"kv": "hf_sliding", "dilations": [4]},
+            "dilation=4: kv=hf_sliding has no dilated layers; expected dilation=1",
+        ),
         ("fidelity", {"data": "synthetic"}, "data=synthetic: probe=fidelity asks about freeway or pong or breakout"),
         ("fidelity", {"clips": 2}, "probe.sampled_clips=4: expected at most probe.clips=2"),
         ("fidelity", {"context_frames": 0}, "context_frames=0: probe=fidelity needs a last frame to go on from"),

@@ -7,11 +7,13 @@ depend on who shares its step.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from model import layers
 from model.rope import rotation
@@ -106,6 +108,42 @@ def test_a_lent_slot_is_given_back_bit_for_bit_even_by_a_read_that_fails(
         seen = torch.cat([kv[:, 0, :, :3], kv[:, 0, :, 6:]], dim=2)
         assert (lent.read(q, commit=False)[0].double() - dense_attention(q[0], *seen)).abs().max() <= 1e-5
     assert torch.equal(kv.view(torch.int32), before.view(torch.int32))
+
+
+def test_a_lent_slot_is_given_back_when_an_interrupt_comes_while_the_frame_moves_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kv = normal(2, 1, 1, 12, 4, seed=0)
+    before, view, flags = kv.clone(), RingView(ring(3), 4, 3), torch.ones(1, 12, dtype=torch.bool)
+    lent = LayerPass(slice(0, 1), view, kv, flags, query_heads=2, tokens_per_frame=3, attention="lent")
+    calls = []
+
+    class Interrupted(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is Tensor.copy_:
+                calls.append(func)
+                if len(calls) == 1:
+                    raise KeyboardInterrupt
+            return result
+
+    with Interrupted(), pytest.raises(KeyboardInterrupt):
+        lent.read(normal(1, 2, 3, 4, seed=1), commit=False)
+    assert len(calls) == 2
+    assert torch.equal(kv, before)
+
+
+@pytest.mark.parametrize("path", FAST)
+def test_a_gradient_through_a_read_is_that_of_dense_attention(path: str) -> None:
+    """It is taken after the call: what a read has put back by then must not be what the gradient is taken over."""
+    kv, q = normal(2, 1, 2, 36, 8, seed=0), normal(1, 4, 4, 8, seed=1).requires_grad_()
+    view, flags = RingView(ring(8), 12, 4), torch.ones(1, 36, dtype=torch.bool)
+    one = LayerPass(slice(0, 1), view, kv, flags, query_heads=4, tokens_per_frame=4, attention=path)
+    seen = torch.cat([kv[:, :, :, lo:hi] for lo, hi in view.segments], dim=3)
+    repeated = seen.repeat_interleave(2, dim=2)
+    (wanted,) = torch.autograd.grad(F.scaled_dot_product_attention(q, *repeated).square().sum(), q)
+    (got,) = torch.autograd.grad(one.read(q, commit=False).square().sum(), q)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 # -- who is read together --------------------------------------------------------------------------------------

@@ -212,6 +212,9 @@ def test_figures_are_what_the_records_say(made: tuple[Path, PageReader]):
         mark = marks[strategy, str(ring_frames)]
         assert mark["y"] == {"median": sum(speeds) / 2, "low": min(speeds), "high": max(speeds), "n": 2}
         assert mark["x"]["median"] == KV_BYTES[strategy, ring_frames] / 2**20
+    quality = [p for p in figures["pareto_quality_kv"]["points"] if not p["reason"]]
+    assert sorted(p["x"]["median"] for p in quality) == sorted(size / 2**20 for size in KV_BYTES.values())
+    assert all(p["y"] == {"median": 20.5, "low": 20.0, "high": 21.0, "n": 2} for p in quality)
     curves = {(c["tags"]["strategy"], c["tags"]["ring_frames"]): c for c in figures["frame_latency"]["curves"]}
     for (strategy, ring_frames), speeds in SPEEDS.items():
         curve = curves[strategy, str(ring_frames)]

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from ringkv import StepRunner, statefile
+from ringkv import FrameStep, StepContext, StepRunner, statefile
 from ringkv.policies import Fifo, LruPark, NoSeat, Refuse
 from tests.runner_tools import ToyModel, build, request, run_all, run_all_frames, run_all_of, solo
 
@@ -376,12 +376,15 @@ def in_a_thread(call):
     return raised
 
 
-def test_a_second_thread_is_refused_by_the_runner_and_by_its_resource():
+def test_a_second_thread_is_refused_by_the_runner_and_by_its_resource(tmp_path):
     runner = StepRunner(build(1, undo_frames=2), ToyModel())
     runner.submit(request("r"))
     frames = [runner.step()[0].image for _ in range(4)]
     resource = runner.resource
     state = resource.get_state("r")
+    frame, ctx, kv = FrameStep((("r", 4),)), StepContext(request_ids=("r",)), torch.zeros(1, 1, 2, 2)
+    assert resource.admit(frame, ctx).ok
+    resource.plan(frame, ctx)
     for call in (
         runner.step,
         lambda: runner.submit(request("s")),
@@ -391,11 +394,21 @@ def test_a_second_thread_is_refused_by_the_runner_and_by_its_resource():
         lambda: runner.rewind("r", 1),
         lambda: runner.park("r"),
         lambda: runner.wake("r"),
+        lambda: runner.state_of("r"),
         lambda: resource.ingest_request("s"),
+        lambda: resource.admit(frame, ctx),
+        lambda: resource.plan(frame, ctx),
+        lambda: resource.begin_replay([4]),
+        lambda: resource.attend(kv, kv, kv, 0, torch.tensor([4]), commit=False),
+        lambda: resource.attend(kv, kv, kv, 0, torch.tensor([4]), commit=True),
+        lambda: resource.commit(frame, ctx),
         lambda: resource.reset_request("r"),
         lambda: resource.remove_request("r"),
         lambda: resource.remove_request("nobody"),
+        lambda: resource.get_state("r"),
+        lambda: resource.save("r", tmp_path / "r"),
         lambda: resource.load_state("r", state),
+        lambda: resource.load("r", tmp_path / "r"),
         lambda: resource.restore("r", state),
         lambda: resource.fork("r", []),
         lambda: resource.rewind("r", 1),
@@ -406,7 +419,13 @@ def test_a_second_thread_is_refused_by_the_runner_and_by_its_resource():
         (error,) = in_a_thread(call)
         assert isinstance(error, RuntimeError)
         assert "belongs to thread" in str(error)
-    assert in_a_thread(lambda: (resource.get_state("r"), resource.memory_report(), resource.check_integrity())) == []
+    assert list(tmp_path.iterdir()) == []
+    for read in (
+        lambda: (resource.session_of("r"), resource.num_free_sessions, resource.is_parked("r")),
+        resource.memory_report,
+        resource.check_integrity,
+    ):
+        assert in_a_thread(read) == []
     assert torch.equal(torch.stack(frames + run_all_frames(runner)), solo(0))
 
 

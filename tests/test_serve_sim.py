@@ -16,6 +16,7 @@ from scripts.app.serve.check import checked
 from scripts.app.serve.load import Visit, draw_visits
 from scripts.app.serve.simulate import Tally, simulate
 from scripts.serve_sim import main
+from tests.cli_tools import WandbStub
 
 schema.register()
 
@@ -111,6 +112,24 @@ def test_the_command_writes_a_row_for_each_rate_pool_and_policy_and_a_picture(tm
     ]
     assert all(row["finished"] + row["refused"] == row["requests"] for row in rows)
     assert (run / "serve_sim.png").stat().st_size > 10_000
+
+
+def test_every_simulation_is_a_step_of_one_wandb_run_with_the_picture_at_the_last(
+    tmp_path: Path, wandb: WandbStub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    overrides = ["arrivals_per_min=[6]", "pool_sizes=[1]", "minutes=0.5", "num_frames=20", "tracking=offline"]
+    assert main([*overrides, f"hydra.run.dir={run}"]) == 0
+    rows = json.loads((run / "serve_sim.json").read_text())["rows"]
+    (init,) = wandb.calls("init")
+    assert (init["mode"], init["config"]["pool_sizes"]) == ("offline", [1])
+    *logged, picture = wandb.calls("log")
+    assert [call["step"] for call in logged] == [0, 1, 2]
+    for call, row in zip(logged, rows, strict=True):
+        assert set(call["keys"]) == {f"serve/{key}" for key, value in row.items() if value is not None}
+    assert (picture["keys"], picture["step"]) == (["strip"], 2)
+    assert [call["exit_code"] for call in wandb.calls("finish")] == [0]
+    assert f"wandb sync {run}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,11 @@ def restored(
     return target
 
 
-@pytest.mark.parametrize(("name", "read"), EVERY_READ)
-@pytest.mark.parametrize("frames", [1, 13])
+@pytest.mark.parametrize(
+    ("name", "read", "frames"),
+    # Flex is slow on a CPU: it is given the state that has holes.
+    [*((*each, frames) for each in EVERY_READ for frames in (1, 13)), ("ring", "flex", 13)],
+)
 def test_a_restored_session_holds_the_intersection_and_no_read_sees_a_hole(name: str, read: str, frames: int) -> None:
     source = Rollout("ring", SOURCE, head_dim=8)
     source.run("a", range(frames))

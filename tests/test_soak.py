@@ -1,7 +1,8 @@
 """Thousands of frames of rollouts that come, go, fork, go back, fail and are parked: nothing grows, nothing slows down.
 
-What cannot depend on the machine is asserted: objects and bytes that are left when all have gone, and calls that a
-fixed piece of work takes. Seconds are printed.
+What cannot depend on the machine is asserted to the unit: objects and bytes that are left when all have gone, and calls
+that a fixed piece of work takes. Resident memory, which also holds what Python does not see, and the processor time of
+a step have loose bounds. Seconds are printed.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
 from torch import Tensor
 
 from ringkv import RolloutRequest, StepRunner
+from ringkv.harness.meters import PeakRss
 from ringkv.policies import LruPark
 from tests.runner_tools import ToyModel, build, request, run_all_of
 
@@ -32,6 +35,10 @@ FRAMES = 20
 UNDO = 4
 CHECKS = 5
 """Times that everything is sent home and counted."""
+MOST_GROWN_MIB = 4
+"""Resident memory after warm-up: 250 bytes a frame kept for ever in the long soak, and ten times what is seen."""
+MOST_SLOWER = 1.5
+"""The median step at the end over that after warm-up. A short soak is not held to it: its mix of steps varies more."""
 
 
 @cache
@@ -41,7 +48,11 @@ def alone(stream: int) -> list[Tensor]:
 
 
 class Churn:
-    """A runner and what is done to it. frames: made so far by each rollout that is under way."""
+    """A runner and what is done to it.
+
+    frames: made so far by each rollout that is under way. step_s: seconds of this thread for each step after warm-up,
+    in which the time that others had the processor is not counted.
+    """
 
     def __init__(self, folder: Path | None, seed: int) -> None:
         self.random = random.Random(seed)
@@ -53,6 +64,7 @@ class Churn:
         self.done: Counter[str] = Counter()
         self.names = 0
         self.committed = 0
+        self.step_s: list[float] = []
 
     def new_name(self) -> str:
         self.names += 1
@@ -154,7 +166,10 @@ class Churn:
 
     def step(self) -> None:
         """One step; frames come in order, and a rollout that is over was the one that it is alone."""
-        for result in self.runner.step():
+        start = time.thread_time()
+        results = self.runner.step()
+        self.step_s.append(time.thread_time() - start)
+        for result in results:
             made = self.frames[result.rid]
             assert result.frame == len(made), result.rid
             made.append(result.image)
@@ -244,8 +259,8 @@ def soak(frames: int, folder: Path | None, seed: int) -> Churn:
     churn = Churn(folder, seed)
     resource = churn.runner.resource
     empty = resource.memory_report()
-    work = fixed_work(churn)
-    history, objects = [], []
+    work, rss = fixed_work(churn), PeakRss()
+    history, objects, resident = [], [], []
     for part in range(CHECKS + 1):
         start, before = time.perf_counter(), churn.committed
         churn.until(frames * (part + 1) // (CHECKS + 1))
@@ -259,6 +274,9 @@ def soak(frames: int, folder: Path | None, seed: int) -> Churn:
         churn.model.batches.clear()
         history.append((calls_of(work), leftovers()))
         objects.append(len(gc.get_objects()))
+        resident.append(rss.current_bytes())
+        if part == 0:
+            churn.step_s.clear()
         print(
             f"\n{churn.committed} frames: {1e6 * seconds:.0f} us a frame, {history[-1][0]} calls of fixed work", end=""
         )
@@ -267,6 +285,8 @@ def soak(frames: int, folder: Path | None, seed: int) -> Churn:
     assert len({calls for calls, _ in warm}) == 1, [calls for calls, _ in warm]
     assert all(left == warm[0][1] for _, left in warm), [left - warm[0][1] for _, left in warm]
     assert max(objects[1:]) - min(objects[1:]) < 100, objects  # of any class; this list and the history are among them
+    grown = (resident[-1] - resident[0]) / 2**20
+    assert grown < MOST_GROWN_MIB, f"{grown:.1f} MiB more after warm-up: {[each >> 10 for each in resident]} KiB"
     return churn
 
 
@@ -286,4 +306,9 @@ def test_random_churn_leaves_nothing_behind_and_costs_the_same_in_the_end_as_in_
 def test_twenty_thousand_frames_of_random_churn(tmp_path: Path) -> None:
     churn = soak(20_000, None, seed=7)
     assert churn.committed >= 20_000
+    quarter = len(churn.step_s) // 4
+    first, last = median(churn.step_s[:quarter]), median(churn.step_s[-quarter:])
+    assert last < MOST_SLOWER * first, (
+        f"median step of {quarter}: {1e6 * first:.0f} us after warm-up, {1e6 * last:.0f} us in the end"
+    )
     assert [act for act in ACTS if churn.done[act] < 20] == []

@@ -120,7 +120,8 @@ def test_every_step_reaches_the_tracker(tmp_path: Path, monkeypatch: pytest.Monk
     run = tmp_path / "run"
     assert main([*SMALL_RECALL, "stop=2", f"hydra.run.dir={run}"]) == 0
     monkeypatch.delitem(__import__("sys").modules, "wandb", raising=False)
-    logs = stub.calls("log")
+    *logs, media = stub.calls("log")
+    assert (media["keys"], media["step"]) == (["strip"], 1), "the picture of the curve, once and last"
     assert [call["step"] for call in logs] == [0, 1]
     assert {"train/loss", "train/gradient_norm", "train/seconds"} <= set(logs[0]["keys"])
     assert [call["exit_code"] for call in stub.calls("finish")] == [0]

@@ -88,6 +88,15 @@ def test_rings_lengths_and_clocks_are_drawn_from_all_that_the_recipe_names():
     assert 180 < max(starts) <= RECIPE.max_start
 
 
+def test_steps_of_a_long_past_draw_long_rings_if_they_are_told_to():
+    recipe, source = dataclasses.replace(RECIPE, long_min_ring_frames=5), footage()
+    drawn: dict[int, set[int]] = {}
+    for step in range(200):
+        batch = draw_batch(recipe, SMALL, source, None, step)
+        drawn.setdefault(batch.target.shape[1], set()).add(batch.layers[0].ring_frames)
+    assert drawn == {recipe.frames: {2, 3, 4, 5, 6}, recipe.long_frames: {5, 6}}
+
+
 def test_pixels_that_differ_from_the_background_weigh_more():
     source = footage()
     background = source.background()
@@ -271,6 +280,7 @@ def test_a_state_of_other_data_or_model_or_no_state_at_all_is_refused(tmp_path: 
     ("change", "message"),
     [
         ({"steps": 0}, "steps=0: expected an integer >= 1"),
+        ({"long_min_ring_frames": 7}, "long_min_ring_frames=7: expected at most max_ring_frames=6"),
         ({"max_ring_frames": 1}, "max_ring_frames=1: expected an integer >= 2"),
         ({"long_share": 1.5}, "long_share=1.5: expected 0 to 1"),
         ({"lr": float("nan")}, "lr=nan: expected a finite number >= 0"),

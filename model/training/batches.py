@@ -46,7 +46,7 @@ def draw_batch(
     rng = np.random.default_rng([recipe.seed, step])
     long = rng.random() < recipe.long_share
     count, length = (recipe.long_batch, recipe.long_frames) if long else (recipe.batch, recipe.frames)
-    layers = _draw_layers(recipe, config, rng)
+    layers = _draw_layers(recipe, config, rng, long=long)
     start = int(rng.integers(recipe.max_start + 1))
     histories = [history_of(layer, start, length) for layer in layers]
     in_view = [set().union(*seen) for seen in zip(*histories, strict=True)]
@@ -105,9 +105,14 @@ def loss(predicted: torch.Tensor, batch: Batch) -> torch.Tensor:
     return ((predicted - batch.target).square() * batch.weight).mean()
 
 
-def _draw_layers(recipe: Recipe, config: ModelConfig, rng: np.random.Generator) -> tuple[RingKVLayerConfig, ...]:
-    low, high = math.log(recipe.min_ring_frames), math.log(recipe.max_ring_frames + 1)
-    ring_frames = int(math.exp(rng.uniform(low, high)))
+def _draw_layers(
+    recipe: Recipe, config: ModelConfig, rng: np.random.Generator, *, long: bool
+) -> tuple[RingKVLayerConfig, ...]:
+    if long and recipe.long_min_ring_frames:
+        ring_frames = int(rng.integers(recipe.long_min_ring_frames, recipe.max_ring_frames + 1))
+    else:
+        ends = math.log(recipe.min_ring_frames), math.log(recipe.max_ring_frames + 1)
+        ring_frames = int(math.exp(rng.uniform(*ends)))
     dilation = int(rng.integers(2, recipe.max_dilation + 1)) if rng.random() < recipe.dilated_share else 1
     return tuple(
         RingKVLayerConfig(ring_frames=ring_frames, ring_buckets=ring_frames, pinned_dilation=each)

@@ -15,10 +15,11 @@ class Recipe:
 
     steps: optimizer steps. batch, frames: sequences of a step and frames predicted in each. long_batch, long_frames:
     the same for the share ``long_share`` of steps that show a long past. min_ring_frames, max_ring_frames: rings of
-    that many frames are drawn, log-uniformly, one per step. max_dilation, dilated_share: in that share of steps the
-    model's global layers keep every 2nd to ``max_dilation``-th frame. max_start: sequences begin at a random clock up
-    to it. history_noise: half of each batch, rounded down, has noise of up to this standard deviation on its clean
-    frames, the rest has its history as it is.
+    that many frames are drawn, log-uniformly, one per step. long_min_ring_frames: above 0, steps that show a long past,
+    which alone fill a ring of many frames, draw theirs uniformly from here up. max_dilation, dilated_share: in that
+    share of steps the model's global layers keep every 2nd to ``max_dilation``-th frame. max_start: sequences begin at
+    a random clock up to it. history_noise: half of each batch, rounded down, has noise of up to this standard deviation
+    on its clean frames, the rest has its history as it is.
     object_weight: weight in the loss of pixels that differ from the background by more than ``object_threshold``
     (frames are in [-1, 1]). rollout_from: the step from which training is closer to a rollout. From then on the share
     ``own_share`` of the clean frames in the noisy half is what the model itself makes of them in one pass; and with
@@ -37,6 +38,7 @@ class Recipe:
     long_batch: int = 2
     long_frames: int = 36
     long_share: float = 0.1
+    long_min_ring_frames: int = 0
     min_ring_frames: int = 4
     max_ring_frames: int = 32
     max_dilation: int = 1
@@ -64,12 +66,24 @@ class Recipe:
         """``ValueError``, one line that names the knob, for the first value that cannot work."""
         counts = ("steps", "batch", "frames", "long_batch", "long_frames", "min_ring_frames", "max_dilation")
         lowest = dict.fromkeys(counts, 1) | {"max_ring_frames": self.min_ring_frames}
-        lowest |= {"rollout_from": 0, "object_reach": 0, "max_start": 0, "warmup_steps": 0, "seed": 0}
+        lowest |= {
+            "rollout_from": 0,
+            "long_min_ring_frames": 0,
+            "object_reach": 0,
+            "max_start": 0,
+            "warmup_steps": 0,
+            "seed": 0,
+        }
         for key, least in lowest.items():
             if getattr(self, key) < least:
                 raise ValueError(f"{key}={getattr(self, key)}: expected an integer >= {least}")
         if self.seed > MAX_SEED:
             raise ValueError(f"seed={self.seed}: expected an integer <= {MAX_SEED}")
+        if self.long_min_ring_frames > self.max_ring_frames:
+            raise ValueError(
+                f"long_min_ring_frames={self.long_min_ring_frames}: expected at most max_ring_frames="
+                f"{self.max_ring_frames}"
+            )
         for key in ("long_share", "dilated_share", "own_share", "momentum", "flat_share", "final_lr", "ema"):
             if not 0 <= getattr(self, key) <= 1:
                 raise ValueError(f"{key}={getattr(self, key)}: expected 0 to 1")

@@ -59,6 +59,8 @@ def segments(q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[tor
     """
     if len(keys) == 1:
         return masked(q, keys[0], values[0], None)
+    if q.requires_grad and torch.is_grad_enabled():  # the kernel's log-sum-exp carries no gradient
+        return masked(q, torch.cat(tuple(keys), dim=2), torch.cat(tuple(values), dim=2), None)
     folded = fold(q, keys[0].shape[1])
     parts = [_flash(folded, k.to(q.dtype), v.to(q.dtype)) for k, v in zip(keys, values, strict=True)]
     (out, lse), *others = parts  # [B, H, G * T, D] and [B, H, G * T]

@@ -144,13 +144,14 @@ class RingKVManager(LifecycleResource):
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_idx: int, frame_pos: torch.Tensor, commit: bool
     ) -> torch.Tensor:
-        rows, layer = q.shape[0], self.layers[layer_idx]
-        sessions = self._staged_sessions[:rows]
+        layer = self.layers[layer_idx]
         if self._flex is not None:
+            sessions = self._staged_sessions[: q.shape[0]]
             layer.write(k, v, frame_pos, sessions, commit=commit)
             if self._flex.over_pool:
                 return self._flex.read_pool(q, layer, frame_pos, sessions)
             return self._flex.read_rows(q, layer, frame_pos, sessions, self._require_plan().session_indices)
+        # From here on the host's plan says where; ``attend`` has held ``frame_pos`` to it where it can be read.
         if layer_idx not in self._passes:
             self._passes[layer_idx] = self._plan_passes(layer_idx)
         passes = self._passes[layer_idx]

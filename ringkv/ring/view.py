@@ -181,8 +181,10 @@ class LayerPass:
         if commit and self._view.is_kept:  # it has just taken its slot for good
             return paths.masked(q, keys, values, None)
         held = self._slot.clone()
-        self._slot.copy_(self._scratch)
-        try:
+        try:  # from the first byte on, for an interrupt can come at any
+            self._slot.copy_(self._scratch)
+            if q.requires_grad and torch.is_grad_enabled():  # a gradient is taken after the slot has been given back
+                keys, values = keys.clone(), values.clone()
             return paths.masked(q, keys, values, None)
         finally:
             self._slot.copy_(held)

@@ -73,6 +73,8 @@ def run_training(config: TrainConfig, run_dir: RunDir) -> int:
     sync_line = None
     if tracker is not None:
         tracker.summary(facts)
+        if (run_dir.path / PLOT_FILE).is_file():
+            tracker.media(image=run_dir.path / PLOT_FILE)
         sync_line = tracker.finish(0 if error is None else 1)
     if error is not None:
         if code == REFUSED:

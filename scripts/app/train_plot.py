@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +45,24 @@ def _draw_quality(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     frames = list(dict.fromkeys(frame for _, frame in keys))
     names = list(dict.fromkeys(name for name, _ in keys))
     rings = [name for name in names if name.startswith("ring")]
-    for ring, dash in zip(rings, _DASHES, strict=False):
+    for ring, dash in zip(rings, cycle(_DASHES), strict=False):
         for index, frame in enumerate(frames):
-            axes.plot(steps, [row[f"psnr/{ring}/{frame}"] for row in taken], dash, color=f"C{index}", linewidth=1)
+            axes.plot(
+                steps,
+                [row.get(f"psnr/{ring}/{frame}", math.nan) for row in taken],
+                dash,
+                color=f"C{index}",
+                linewidth=1,
+            )
     for name, shade in zip([name for name in names if name not in rings], ("0.6", "0.3"), strict=False):
-        axes.plot(steps, [row[f"psnr/{name}/{frames[-1]}"] for row in taken], color=shade, linewidth=1)
-        axes.annotate(
-            name.replace("_", " "), (steps[0], taken[0][f"psnr/{name}/{frames[-1]}"]), fontsize=6, va="bottom"
-        )
+        axes.plot(steps, [row.get(f"psnr/{name}/{frames[-1]}", math.nan) for row in taken], color=shade, linewidth=1)
+        where = steps[len(steps) // 2], taken[-1][f"psnr/{name}/{frames[-1]}"]
+        axes.annotate(name.replace("_", " "), where, fontsize=6, va="bottom")
     colours = [
         Line2D([], [], color=f"C{i}", label=f"predicted {frame[:5]} {frame[5:]}") for i, frame in enumerate(frames)
     ]
     dashes = [
         Line2D([], [], color="0", linestyle=dash, label=f"ring of {ring[4:]}")
-        for ring, dash in zip(rings, _DASHES, strict=False)
+        for ring, dash in zip(rings, cycle(_DASHES), strict=False)
     ]
     axes.legend(handles=colours + dashes, fontsize=6, ncol=2, loc="lower right")

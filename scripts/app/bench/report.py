@@ -23,10 +23,12 @@ DEFINITIONS = {
     "queries grouped or folded, whichever is faster. Both take their turn at every frame. Where five passes took "
     "longer than a quarter of a second, one denoise pass is timed for all four. A point is held to the targets if its "
     "floor is 200 us or more per call.",
-    "peers": "The same frames through other caches, from plan to commit, each by its fastest read.",
+    "peers": "The same frames through other caches, from plan to commit, each by its fastest read. Of the grid: one "
+    "session, one thread, local layers, wrapped, windows of up to 2,048 tokens, beyond which attention is all.",
     "frame": "A step of the main job, from admission to the row of figures, after its rings have wrapped; floor: "
     "every product and attention call of that frame alone, each as fast as this machine has it.",
-    "rollout": "Generated frames of the main job, all layers local, from a full window on.",
+    "rollout": "Generated frames of the main job, all layers local, from a full window on. Strategies that recompute "
+    "their past take a few frames of one session, eager.",
     "steady": "What a long session must not change. Memory growth: of the whole process, over frames of a tiny one.",
     "ratio": DEFINITION,
     "median of the grid": "The median over points of their ratios; its interval resamples the samples of each point.",

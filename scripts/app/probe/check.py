@@ -186,7 +186,7 @@ def _return_points(config: ProbeConfig) -> tuple[dict[tuple[Any, ...], RolloutCo
     assert knobs.dilations is not None
     assert knobs.max_gap is not None
     assert knobs.gaps is not None
-    _photo_model(config)
+    model = _photo_model(config)
     places = knobs.max_gap // 2 + max(knobs.dilations) + 1
     if places > ORACLE_PLACES:
         raise BadInput(
@@ -197,16 +197,23 @@ def _return_points(config: ProbeConfig) -> tuple[dict[tuple[Any, ...], RolloutCo
     if odd:
         raise BadInput(f"probe.gaps={_text(knobs.gaps)}: a camera goes round an even number of places, not {odd[0]}")
     rows = min(config.num_sessions, knobs.clips)
+    dilates = STRATEGIES[config.kv.strategy].dilates
+    asked = [dilation for dilation in knobs.dilations if dilates or max(model.layer_dilations(dilation)) == 1]
+    left_out = [
+        f"dilation {dilation}: kv={config.kv.strategy} has no dilated layers"
+        for dilation in knobs.dilations
+        if dilation not in asked
+    ]
     points: dict[tuple[Any, ...], RolloutConfig] = {}
     for ring in knobs.rings:
-        for dilation in knobs.dilations:
+        for dilation in asked or knobs.dilations:  # with none left, the first point is refused by key and value
             there = {"ring_frames": ring, "dilation": dilation}
             alone = {"context_frames": 1, "num_frames": knobs.max_gap + 1, "num_sessions": 1}
             points["oracle", ring, dilation] = point(config, **there, **alone)
             for gap in knobs.gaps:
                 laps = {"context_frames": 2 * gap, "num_frames": 2 * gap + 1, "num_sessions": rows}
                 points["trained", ring, dilation, gap] = point(config, **there, **laps)
-    return points, ()
+    return points, tuple(left_out)
 
 
 def _fidelity_points(config: ProbeConfig) -> tuple[dict[tuple[Any, ...], RolloutConfig], tuple[str, ...]]:

@@ -21,6 +21,9 @@ from scripts.app.probe.stats import Bootstrap, Interval, Values, first_touching
 
 ONE, MEAN, REPEAT, AVERAGE = "one sample", "mean of samples", "repeat last", "mean frame"
 
+LEADS = ((ONE, REPEAT), (ONE, AVERAGE), (MEAN, REPEAT), (MEAN, AVERAGE), (MEAN, ONE))
+"""What is paired with what: the better one is said first."""
+
 REPORTED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Predicted frames, counted from 1, that the table shows."""
 
@@ -51,14 +54,16 @@ def measure(setup: Setup) -> Found:
         },
         summary={},
     )
+    given = np.stack([clip.frames[: config.context_frames] for clip in clips])
     truth = np.stack([clip.frames[config.context_frames :] for clip in clips])
     one, mean = _rollouts(setup, clips, knobs.samples, knobs.sampled_clips)
-    everything = np.concatenate([clip.frames for clip in clips])
     ways = {
         ONE: one,
         MEAN: mean,
-        REPEAT: np.stack([np.repeat(clip.frames[[config.context_frames - 1]], predicted, 0) for clip in clips]),
-        AVERAGE: np.broadcast_to(everything.mean(axis=0).round().astype(np.uint8), truth.shape),
+        REPEAT: np.repeat(given[:, -1:], predicted, axis=1),
+        AVERAGE: np.broadcast_to(
+            np.concatenate([given, truth], 1).mean(axis=(0, 1)).round().astype(np.uint8), truth.shape
+        ),
     }
     if knobs.samples == 1:
         del ways[MEAN]
@@ -66,7 +71,7 @@ def measure(setup: Setup) -> Found:
     _measure_quality(ways, truth, bootstraps, found)
     found.notes.append("Mean frame: of all frames of these very clips, the predicted ones too: no model could know it.")
     if config.data.name in positions.MEASURES and truth.shape[-1] == 3 and min(truth.shape[2:4]) >= positions.MIN_SIDE:
-        positions.MEASURES[config.data.name](everything, truth, one, bootstraps[knobs.clips], found)
+        positions.MEASURES[config.data.name](given, truth, one, bootstraps[knobs.clips], found)
     elif config.data.name in positions.MEASURES:
         found.notes.append(
             f"Places of sprites: read in RGB of {positions.MIN_SIDE} x {positions.MIN_SIDE} or more only."
@@ -114,8 +119,8 @@ def _rollouts(setup: Setup, clips: list[Clip], samples: int, sampled_clips: int)
 
 
 def _measure_quality(ways: dict[str, Pixels], truth: Pixels, bootstraps: dict[int, Bootstrap], found: Found) -> None:
-    """PSNR and SSIM of every way, per predicted frame, and paired leads: of one sample over the baselines, and of the
-    mean of samples over one.
+    """PSNR and SSIM of every way, per predicted frame, and paired leads: of one sample and of the mean of samples over
+    the baselines, and of that mean over one sample.
 
     ways: uint8 [n, predicted, H, W, C] of the first n clips. bootstraps: by n.
     """
@@ -123,6 +128,7 @@ def _measure_quality(ways: dict[str, Pixels], truth: Pixels, bootstraps: dict[in
     frames = list(range(1, predicted + 1))
     x_label = "predicted frame"
     leads: dict[str, Interval] = {}
+    clips: dict[str, int] = {}
     for label, unit, score in (("PSNR", " (dB)", frame_psnr), ("SSIM", "", frame_ssim)):
         scores: dict[str, Values] = {
             name: score(_flat(way), _flat(truth[: len(way)])).numpy().reshape(-1, predicted)
@@ -131,15 +137,18 @@ def _measure_quality(ways: dict[str, Pixels], truth: Pixels, bootstraps: dict[in
         curves = {name: bootstraps[len(values)].mean(values) for name, values in scores.items()}
         for name, curve in curves.items():
             found.series.append(Series.of(label, name, frames, curve, x_label=x_label, y_label=label + unit))
-        for better, worse in ((ONE, REPEAT), (ONE, AVERAGE), *([(MEAN, ONE)] if MEAN in ways else [])):
+        for better, worse in LEADS:
+            if better not in ways:
+                continue
             both = min(len(scores[better]), len(scores[worse]))
             lead = bootstraps[both].mean(scores[better][:both] - scores[worse][:both])
             name = f"{better} over {worse}"
             leads[f"{label}: {name}"] = lead
+            clips[f"{label}: {name}"] = both
+            # A panel of its own for the mean: of fewer clips, and five bands on top of each other show nothing.
+            panel = f"{label}: leads, paired" if better == ONE else f"{label}: leads of the {better}, paired"
             found.series.append(
-                Series.of(
-                    f"{label}: leads, paired", name, frames, lead, x_label=x_label, y_label=f"{label} difference{unit}"
-                )
+                Series.of(panel, name, frames, lead, x_label=x_label, y_label=f"{label} difference{unit}")
             )
         shown = [frame for frame in REPORTED if frame <= predicted]
         found.tables.append(
@@ -154,11 +163,11 @@ def _measure_quality(ways: dict[str, Pixels], truth: Pixels, bootstraps: dict[in
     rows: list[list[Any]] = []
     for name, lead in leads.items():
         first = first_touching(lead)
-        rows.append([name, "none" if first is None else str(first + 1), number(np.min(lead.middle))])
+        rows.append([name, clips[name], "none" if first is None else str(first + 1), number(np.min(lead.middle))])
     found.tables.append(
         Sheet(
             f"Paired leads: first of {predicted} frames whose interval touches zero",
-            ["lead", "frame", "smallest mean lead"],
+            ["lead", "clips", "frame", "smallest mean lead"],
             rows,
         )
     )

@@ -1,7 +1,8 @@
 """Where sprites are in generated frames, against where they are in the recorded ones, both read by the same tracker.
 
 A frame in which the truth's own sprite cannot be placed (hidden, leaving the screen) is no test. Where the truth's can
-and the generated one cannot, the generated frame has failed.
+and the generated one cannot, the generated frame has failed. A correlation of the frames in which both are placed
+says nothing of those, so there is a second one, in which the sprite has stayed where it was last placed.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ CAR_FRAMES = 16
 BALL_FRAMES = 12
 
 
-def measure_freeway(everything: Pixels, truth: Pixels, made: Pixels, bootstrap: Bootstrap, found: Found) -> None:
-    """The chicken's height, and each lane's car. truth, made: uint8 [clips, predicted, H, W, 3]."""
-    tracker = FreewayTracker(empty_field(everything))
+def measure_freeway(given: Pixels, truth: Pixels, made: Pixels, bootstrap: Bootstrap, found: Found) -> None:
+    """The chicken's height, and each lane's car.
+
+    given: the context, uint8 [clips, frames, H, W, 3]. truth, made: what comes after it, [clips, predicted, H, W, 3].
+    """
+    tracker = FreewayTracker(_field(given, truth))
     frames = list(range(1, truth.shape[1] + 1))
-    real, ours = (_read(each, lambda frame: [tracker.chicken(frame)])[..., 0] for each in (truth, made))
-    correlation = bootstrap.correlation(real, ours)
+    before, real, ours = (_read(each, lambda frame: [tracker.chicken(frame)])[..., 0] for each in (given, truth, made))
     _add_error("chicken's height", np.abs(ours - real), frames, bootstrap, found)
     real_cars, our_cars = (_read(each, tracker.cars) for each in (truth, made))
     error = np.abs(our_cars - real_cars)
@@ -46,24 +49,20 @@ def measure_freeway(everything: Pixels, truth: Pixels, made: Pixels, bootstrap: 
             [[lane, spread_text(each), number(tests[lane])] for lane, each in enumerate(shares)],
         )
     )
-    _add_track(f"chicken's height, {len(frames)} frames", real, ours, correlation, found)
+    _add_track("chicken", before, real, ours, bootstrap, found)
     found.summary.update(
         {
-            "fidelity/chicken_correlation": number(correlation.middle),
-            "fidelity/chicken_found": _all_placed(real, ours),
-            "fidelity/chicken_within_2px": _share_within(real, ours),
             "fidelity/cars_kept_worst_lane": min(float(each.middle) for each in shares),
             "fidelity/cars_kept_mean": float(np.mean([each.middle for each in shares])),
         }
     )
 
 
-def measure_pong(everything: Pixels, truth: Pixels, made: Pixels, bootstrap: Bootstrap, found: Found) -> None:
-    """The right paddle's height, and the ball. truth, made: uint8 [clips, predicted, H, W, 3]."""
-    tracker = PongTracker(empty_field(everything))
+def measure_pong(given: Pixels, truth: Pixels, made: Pixels, bootstrap: Bootstrap, found: Found) -> None:
+    """The right paddle's height, and the ball. given, truth, made: as of ``measure_freeway``."""
+    tracker = PongTracker(_field(given, truth))
     frames = list(range(1, truth.shape[1] + 1))
-    real, ours = (_read(each, lambda frame: [tracker.paddle(frame)])[..., 0] for each in (truth, made))
-    correlation = bootstrap.correlation(real, ours)
+    before, real, ours = (_read(each, lambda frame: [tracker.paddle(frame)])[..., 0] for each in (given, truth, made))
     _add_error("paddle's height", np.abs(ours - real), frames, bootstrap, found)
     real_ball, our_ball = (_read(each, lambda frame: tracker.ball(frame) or (None, None)) for each in (truth, made))
     error = np.hypot(*np.moveaxis(our_ball - real_ball, -1, 0))
@@ -84,12 +83,9 @@ def measure_pong(everything: Pixels, truth: Pixels, made: Pixels, bootstrap: Boo
             ],
         )
     )
-    _add_track(f"paddle's height, {len(frames)} frames", real, ours, correlation, found)
+    _add_track("paddle", before, real, ours, bootstrap, found)
     found.summary.update(
         {
-            "fidelity/paddle_correlation": number(correlation.middle),
-            "fidelity/paddle_found": _all_placed(real, ours),
-            "fidelity/paddle_within_2px": _share_within(real, ours),
             "fidelity/ball_error_px_worst_frame": number(np.max(early.middle)),
             "fidelity/ball_found": _all_placed(real_ball[:, :until, 0], our_ball[:, :until, 0]),
         }
@@ -101,6 +97,20 @@ MEASURES: dict[str, Callable[[Pixels, Pixels, Pixels, Bootstrap, Found], None]] 
     "pong": measure_pong,
 }
 """By data name: adds what is known about the places of its sprites."""
+
+
+def last_places(before: Values, ours: Values) -> Values:
+    """``ours`` [clips, predicted] with each NaN replaced by the last place found before it, or else in the context.
+
+    before: places in the context, [clips, frames]. NaN is left where there is none at all yet.
+    """
+    places = np.concatenate([before, ours], axis=1)
+    clock = np.where(np.isfinite(places), np.arange(places.shape[1]), 0)
+    return np.take_along_axis(places, np.maximum.accumulate(clock, axis=1), axis=1)[:, before.shape[1] :]
+
+
+def _field(given: Pixels, truth: Pixels) -> Pixels:
+    return empty_field(np.concatenate([given, truth], axis=1).reshape(-1, *truth.shape[2:]))
 
 
 def _read(frames: Pixels, tracker: Callable[[Pixels], Any]) -> Values:
@@ -136,13 +146,32 @@ def _add_error(name: str, error: Values, frames: list[int], bootstrap: Bootstrap
     )
 
 
-def _add_track(name: str, real: Values, ours: Values, correlation: Interval, found: Found) -> None:
+def _add_track(sprite: str, before: Values, real: Values, ours: Values, bootstrap: Bootstrap, found: Found) -> None:
+    """A sprite's height: how well it follows the recorded one, where it is found and everywhere."""
+    carried = last_places(before, ours)
+    where_found, everywhere = (bootstrap.correlation(real, each) for each in (ours, carried))
+    placed, within = _all_placed(real, ours), _share_within(real, ours)
     error = np.abs(ours - real)
     median = number(np.nanmedian(error)) if np.isfinite(error).any() else None
+    share = f"share within {NEAR_PIXELS:g} px"
     found.tables.append(
         Sheet(
-            f"The {name}: generated against recorded",
-            ["correlation where found", "share found", f"share within {NEAR_PIXELS:g} px", "median, px"],
-            [[spread_text(correlation), _all_placed(real, ours), _share_within(real, ours), median]],
+            f"The {sprite}'s height, {real.shape[1]} frames: generated against recorded",
+            ["correlation where found", "correlation, all frames", "share found", share, "median, px"],
+            [[spread_text(where_found), spread_text(everywhere), placed, within, median]],
         )
+    )
+    found.summary.update(
+        {
+            f"fidelity/{sprite}_correlation": number(where_found.middle),
+            f"fidelity/{sprite}_correlation_all": number(everywhere.middle),
+            f"fidelity/{sprite}_found": placed,
+            f"fidelity/{sprite}_within_2px": within,
+        }
+    )
+    nowhere = int((np.isfinite(real) & ~np.isfinite(carried)).sum())
+    found.notes.append(
+        f"Correlation, all frames: of those that show the {sprite} in the truth; where it is missing in the generated "
+        "one, it counts at the place where it was last found in that rollout, or else in its context."
+        + (f" Left out: {nowhere} frames before which it was found nowhere." if nowhere else "")
     )

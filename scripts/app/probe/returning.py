@@ -33,8 +33,6 @@ def measure(setup: Setup) -> Found:
     """All of it; see ``conf/probe/return.yaml``."""
     config, knobs = setup.probe.config, setup.probe.config.probe
     assert knobs.clips is not None
-    assert knobs.rings is not None
-    assert knobs.dilations is not None
     assert knobs.max_gap is not None
     assert knobs.gaps is not None
     found = Found(
@@ -49,30 +47,28 @@ def measure(setup: Setup) -> Found:
     )
     bootstrap = Bootstrap(knobs.clips, config.seed)
     walks = {gap: circuits("test", gap, 3, knobs.clips, config.seed) for gap in sorted(knobs.gaps)}
+    geometries = [key[1:] for key in setup.probe.points if key[0] == "oracle"]
     rows: list[list[Any]] = []
-    for ring in knobs.rings:
-        for dilation in knobs.dilations:
-            name = f"ring {ring}, dilation {dilation}"
-            kept = oracle_curve(setup, ring, dilation, knobs.max_gap)
-            found.series.append(
-                Series(
-                    "oracle reader: what the geometry retains",
-                    name,
-                    list(range(1, knobs.max_gap + 1)),
-                    numbers(kept),
-                    GAP_LABEL,
-                    "share of returns found (oracle reader)",
-                )
+    for ring, dilation in geometries:
+        name = f"ring {ring}, dilation {dilation}"
+        kept = oracle_curve(setup, ring, dilation, knobs.max_gap)
+        found.series.append(
+            Series(
+                "oracle reader: what the geometry retains",
+                name,
+                list(range(1, knobs.max_gap + 1)),
+                numbers(kept),
+                GAP_LABEL,
+                "share of returns found (oracle reader)",
             )
-            trained = _trained_curves(setup, ring, dilation, walks, bootstrap, name, found)
-            point = setup.probe.points["oracle", ring, dilation]
-            mib = kv_bytes(point, model_config(point)) / _MIB
-            area = float(kept.sum())
-            rows.append(
-                [ring, dilation, _horizon(setup, ring, dilation), mib, area, area / mib, trained, trained / mib]
-            )
-            found.summary[f"return/oracle_frames_ring{ring}_dilation{dilation}"] = area
-            found.summary[f"return/trained_frames_ring{ring}_dilation{dilation}"] = trained
+        )
+        trained = _trained_curves(setup, ring, dilation, walks, bootstrap, name, found)
+        point = setup.probe.points["oracle", ring, dilation]
+        mib = kv_bytes(point, model_config(point)) / _MIB
+        area = float(kept.sum())
+        rows.append([ring, dilation, _horizon(setup, ring, dilation), mib, area, area / mib, trained, trained / mib])
+        found.summary[f"return/oracle_frames_ring{ring}_dilation{dilation}"] = area
+        found.summary[f"return/trained_frames_ring{ring}_dilation{dilation}"] = trained
     found.tables.append(
         Sheet(
             "Return accuracy summed over gaps (frames), and KV of a session",
@@ -85,7 +81,7 @@ def measure(setup: Setup) -> Found:
         f"The oracle's sum is over g = 1 to {knobs.max_gap}; the model's ({setup.weights_name}) is the area under its "
         f"curve from {low} to {high}."
     )
-    if max(knobs.dilations) > 1:
+    if any(dilation > 1 for _, dilation in geometries):
         found.notes.append(
             "The model is asked at clock 2 g: a layer of dilation d holds what was seen g frames ago if d divides g."
         )
