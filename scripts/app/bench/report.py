@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ringkv.harness.tables import NOT_AVAILABLE
 from scripts.app.bench.check import Bench
-from scripts.app.bench.targets import Levels, Rows, Target, point_name
+from scripts.app.bench.targets import Levels, Rows, Target
 from scripts.app.compare_stats import DEFINITION, Ratio
 
 BENCH_FILE, PLOT_FILE = "bench.json", "bench.png"
@@ -32,6 +32,7 @@ DEFINITIONS = {
     "steady": "What a long session must not change. Memory growth: of the whole process, over frames of a tiny one.",
     "ratio": DEFINITION,
     "median of the grid": "The median over points of their ratios; its interval resamples the samples of each point.",
+    "short": "In the table of reads: a floor too short to be held to the targets.",
     "targets": "held or short by the measured figure alone; the interval says how sure that is. n: samples, of a "
     "median of the grid points.",
 }
@@ -56,12 +57,17 @@ def print_targets(console: Console, found: Sequence[Target]) -> None:
 
 
 def print_levels(console: Console, levels: Levels) -> None:
-    """A table for each level that has one."""
+    """A table or two for each level that has some; each fits 80 columns."""
+    rollouts = levels.get("rollout", ())
     for title, heading, cells in (
-        ("Read path over its floor", *_read_cells(levels.get("reads", ()))),
+        (
+            "Read path over its floor: T tokens per frame, window W, S sessions, dilation d, threads t",
+            *_read_cells(levels.get("reads", ())),
+        ),
         ("Other caches over the ring, frames from plan to commit", *_peer_cells(levels.get("peers", ()))),
         ("Steps of the main job", *_frame_cells(levels.get("frame", ()))),
-        ("Rollouts, ms per frame of all sessions (frames per second)", *_rollout_cells(levels.get("rollout", ()))),
+        ("Rollouts, ms per frame of all sessions (frames per second), eager", *_rollout_cells(rollouts, "eager")),
+        ("The same, compiled", *_rollout_cells(rollouts, "compiled")),
     ):
         if cells:
             console.print(_table(title, heading, cells))
@@ -96,34 +102,32 @@ def print_end(console: Console, folder: Path, sync_line: str | None) -> None:
 
 Cells = tuple[list[str], list[list[str]]]
 
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+
 
 def _read_cells(rows: Rows) -> Cells:
-    heading = ["point", "floor us", "ring us", "ratio", "95 % interval", "n", ""]
+    heading = ["T/W/S", "floor us", "ring us", "ratio", "95 % interval", "n", ""]
     cells = []
     for row in rows:
         ratio: Ratio = row["ratio"]
-        cells.append(
-            [
-                point_name(row),
-                f"{row['floor_s'] * 1e6:.0f}",
-                f"{row['ring_s'] * 1e6:.0f}",
-                f"{ratio.ratio:.3f}",
-                _interval(ratio.low, ratio.high),
-                str(ratio.blocks),
-                "" if row["held"] else "not held",
-            ]
-        )
+        sizes = "/".join(str(row[key]) for key in ("tokens_per_frame", "window", "sessions"))
+        dtype, threads = _SHORT.get(row["dtype"], row["dtype"]), f"t{row['threads']}"
+        point = f"{sizes} {dtype} {row['fill']} d{row['dilation']} {threads}"
+        figures = [f"{row['floor_s'] * 1e6:.0f}", f"{row['ring_s'] * 1e6:.0f}", f"{ratio.ratio:.3f}"]
+        held = "" if row["held"] else "short"
+        cells.append([point, *figures, _interval(ratio.low, ratio.high), str(ratio.blocks), held])
     return heading, cells
 
 
 def _peer_cells(rows: Rows) -> Cells:
-    names = list(dict.fromkeys(name for row in rows for name in row["ratios"] if name != "ring"))
     cells = []
     for row in rows:
-        ratios = [row["ratios"].get(name) for name in names]
-        point = f"{row['tokens_per_frame']} tokens, window {row['window']}, {row['dtype']}"
-        cells.append([point, f"{row['frame_s']['ring'] * 1e6:.0f} ({row['best_read']['ring']})", *map(_ratio, ratios)])
-    return ["point", "ring us (read)", *names], cells
+        point = [str(row["tokens_per_frame"]), str(row["window"]), _SHORT.get(row["dtype"], row["dtype"])]
+        for name, ratio in row["ratios"].items():
+            us, read = f"{row['frame_s'][name] * 1e6:.0f}", row["best_read"][name]
+            over = ["1", ""] if name == "ring" else [f"{ratio.ratio:.3f}", _interval(ratio.low, ratio.high)]
+            cells.append([*point, name, read, us, *over])
+    return ["T", "W", "dtype", "cache", "best read", "us", "over the ring", "95 % interval"], cells
 
 
 def _frame_cells(rows: Rows) -> Cells:
@@ -139,26 +143,22 @@ def _frame_cells(rows: Rows) -> Cells:
     return heading, cells
 
 
-def _rollout_cells(rows: Rows) -> Cells:
-    done = [row for row in rows if row["status"] == "ok"]
-    cases = list(dict.fromkeys((row["mode"], row["sessions"]) for row in done))
-    found = {(row["strategy"], row["mode"], row["sessions"]): row for row in done}
+def _rollout_cells(rows: Rows, mode: str) -> Cells:
+    done = [row for row in rows if row["status"] == "ok" and row["mode"] == mode]
+    counts = list(dict.fromkeys(row["sessions"] for row in done))
+    found = {(row["strategy"], row["sessions"]): row for row in done}
     cells = []
     for name in dict.fromkeys(row["strategy"] for row in done):
         line = [name]
-        for mode, sessions in cases:
-            row = found.get((name, mode, sessions))
+        for sessions in counts:
+            row = found.get((name, sessions))
             line.append(NOT_AVAILABLE if row is None else f"{row['frame_ms']:.1f} ({row['frames_per_s']:.1f})")
         cells.append(line)
-    return ["strategy", *(f"{mode} {sessions}" for mode, sessions in cases)], cells
+    return ["strategy", *(f"{count} session{'s' * (count > 1)}" for count in counts)], cells
 
 
 def _label(row: Mapping[str, Any]) -> str:
     return " ".join(str(row[key]) for key in ("what", "strategy", "mode", "sessions") if key in row)
-
-
-def _ratio(ratio: Ratio | None) -> str:
-    return NOT_AVAILABLE if ratio is None else f"{ratio.ratio:.2f} ({_interval(ratio.low, ratio.high)})"
 
 
 def _interval(low: float | None, high: float | None) -> str:
@@ -168,7 +168,7 @@ def _interval(low: float | None, high: float | None) -> str:
 def _table(title: str, heading: Sequence[str], cells: Sequence[Sequence[str]]) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for index, name in enumerate(heading):
-        table.add_column(name, justify="right" if index else "left", no_wrap=index > 0)
+        table.add_column(name, justify="right" if index else "left", no_wrap=index > 0 or heading[0] == "T/W/S")
     for row in cells:
         table.add_row(*row)
     return table
