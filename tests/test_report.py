@@ -130,7 +130,8 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 def test_runs_that_differ_in_nothing_but_the_seed_are_one_point():
-    points = points_of([row(seed=0), row(seed=1), row(ring_frames=8, num_frames=16)])
+    """A sweep's repeats differ in their number too."""
+    points = points_of([row(seed=0, repeat=0), row(seed=1, repeat=1), row(ring_frames=8, num_frames=16, repeat=0)])
     assert [len(point.runs) for point in points.all] == [2, 1]
     assert points.varying == {"ring_frames": ["4", "8"]}, "the number of frames follows from the ring"
 

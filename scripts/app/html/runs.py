@@ -38,6 +38,7 @@ _FIRST = (
 
 _NO_CONDITION = (
     "seed",
+    "repeat",
     "repeats",
     "profile",
     "checkpoint",
