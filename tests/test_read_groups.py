@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode
 from model import layers
 from model.rope import rotation
 from ringkv.attention import paths
-from ringkv.ring.rows import lockstep
-from ringkv.ring.view import LayerPass, RingView
+from ringkv.ring.view import LayerPass, RingView, lockstep
 from tests.ring_tools import (
     READ_PATHS,
     begin,

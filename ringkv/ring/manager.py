@@ -13,9 +13,8 @@ from ringkv.lifecycle import LifecycleResource, Plan
 from ringkv.resource import MemoryReport, State
 from ringkv.ring.cache import LayerRingCache
 from ringkv.ring.flex import FlexReader
-from ringkv.ring.rows import lockstep
 from ringkv.ring.undo import UndoLog
-from ringkv.ring.view import LayerPass, RingView
+from ringkv.ring.view import LayerPass, RingView, lockstep
 from ringkv.staging import RowStaging
 from ringkv.state import Layers
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import torch
 
-from ringkv.ring.rows import lockstep
-
 _LIBRARY = torch.library.Library("ringkv", "DEF")
 _LIBRARY.define(
     "ring_write(Tensor(a!) kv, Tensor(b!) written, Tensor(c!) commits, Tensor k, Tensor v, Tensor frame_pos, "
@@ -33,29 +31,22 @@ def write_on_host(
     ring_buckets: int,
     pinned_dilation: int,
 ) -> None:
-    """CPU body: the clocks are read, and the frames are copied straight into their slots, without a temporary.
-
-    Neighbouring rows at one clock in evenly spaced sessions take one copy together.
-    """
+    """CPU body: the clocks are read, and each row's frame is copied straight into its slot, without a temporary."""
     tokens = k.shape[2]
     capacity = (ring_frames + 1) * tokens
     if commit:
         commits.add_(1)  # before the write: a write that fails half-way still counts as begun
-    clocks, sessions = frame_pos.tolist(), session_idx.tolist()
-    for rows, which in lockstep(clocks, sessions):
-        slots, clock = [ring_frames], clocks[rows.start]
+    for row, (clock, session) in enumerate(zip(frame_pos.tolist(), session_idx.tolist(), strict=True)):
+        start = session * capacity
+        places = [start + ring_frames * tokens]
         if commit and clock % pinned_dilation == 0:
-            slots.append(clock // pinned_dilation % ring_buckets)
-            written.unflatten(0, (-1, ring_frames + 1, tokens))[which, slots[1]] = True
-        for slot in slots:
-            if rows.stop - rows.start == 1:  # the usual case, in fewer views
-                place = kv.narrow(3, which.start * capacity + slot * tokens, tokens)
-            else:
-                place = kv[:, 0].unflatten(2, (-1, capacity))[:, :, which, slot * tokens : (slot + 1) * tokens]
-                place = place.transpose(1, 2)
-            keys, values = place.unbind(0)
-            keys.copy_(k[rows])
-            values.copy_(v[rows])
+            places.append(start + (clock // pinned_dilation) % ring_buckets * tokens)
+            written[places[1] : places[1] + tokens] = True
+        frame = (k[row], v[row])
+        for place in places:
+            keys, values = kv.narrow(3, place, tokens).unbind(0)
+            keys.copy_(frame[0])
+            values.copy_(frame[1])
 
 
 def write_on_device(

@@ -23,7 +23,7 @@ Span = tuple[int, int]
 class RingView:
     """Visible token slots of a session at one clock. Layers of one geometry and rows at one clock share it.
 
-    segments: the visible tokens as maximal contiguous runs in address order.
+    segments: the visible tokens as maximal contiguous runs in address order. is_kept: whether a commit takes a slot.
     """
 
     def __init__(
@@ -188,3 +188,18 @@ class LayerPass:
             return paths.masked(q, keys, values, None)
         finally:
             self._slot.copy_(held)
+
+
+def lockstep(views: Sequence[RingView], sessions: Sequence[int]) -> list[tuple[slice, slice]]:
+    """Rows that one call can serve: neighbours with one view, in evenly spaced sessions. As (rows, sessions) slices."""
+    groups: list[tuple[slice, slice]] = []
+    first = 0
+    while first < len(views):
+        last, step = first + 1, 1
+        if last < len(views):
+            step = max(1, sessions[last] - sessions[first])
+        while last < len(views) and views[last] is views[first] and sessions[last] - sessions[last - 1] == step:
+            last += 1
+        groups.append((slice(first, last), slice(sessions[first], sessions[last - 1] + 1, step)))
+        first = last
+    return groups

@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 
 from ringkv.harness.plots import new_figure, save_png
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _SMOOTHED_STEPS = 50
 _DASHES = ("-", "--", ":", "-.")
@@ -36,6 +37,8 @@ def curve_png(path: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
 
 def _draw_quality(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     """A colour for each predicted frame, a dash for each ring; of the baselines the last frame alone."""
+    from matplotlib.lines import Line2D
+
     axes.set(xlabel="step", ylabel="PSNR of a held-out rollout (dB)")
     taken = [row for row in rows if any(key.startswith("psnr/") for key in row)]
     if not taken:
@@ -45,7 +48,8 @@ def _draw_quality(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     frames = list(dict.fromkeys(frame for _, frame in keys))
     names = list(dict.fromkeys(name for name, _ in keys))
     rings = [name for name in names if name.startswith("ring")]
-    for ring, dash in zip(rings, cycle(_DASHES), strict=False):
+    dashes = dict(zip(rings, cycle(_DASHES), strict=False))
+    for ring, dash in dashes.items():
         for index, frame in enumerate(frames):
             axes.plot(
                 steps,
@@ -61,8 +65,5 @@ def _draw_quality(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     colours = [
         Line2D([], [], color=f"C{i}", label=f"predicted {frame[:5]} {frame[5:]}") for i, frame in enumerate(frames)
     ]
-    dashes = [
-        Line2D([], [], color="0", linestyle=dash, label=f"ring of {ring[4:]}")
-        for ring, dash in zip(rings, cycle(_DASHES), strict=False)
-    ]
-    axes.legend(handles=colours + dashes, fontsize=6, ncol=2, loc="lower right")
+    lines = [Line2D([], [], color="0", linestyle=dash, label=f"ring of {ring[4:]}") for ring, dash in dashes.items()]
+    axes.legend(handles=colours + lines, fontsize=6, ncol=2, loc="lower right")

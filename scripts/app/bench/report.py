@@ -45,7 +45,8 @@ def print_targets(console: Console, found: Sequence[Target]) -> None:
     for target in measured:
         interval, count = _interval(target.low, target.high), "" if target.n is None else str(target.n)
         cells.append([target.name, target.wanted, f"{target.measured:.3f}", interval, count, target.verdict])
-    console.print(_table("Targets", ["what", "wanted", "measured", "95 % interval", "n", ""], cells))
+    heading = ["what", "wanted", "measured", "95 % interval", "n", ""]
+    console.print(_table("Targets", heading, cells, wrap_first=True))
     for target in measured:
         if target.note:
             console.print(f"{target.name}: {target.note}", markup=False)
@@ -165,10 +166,10 @@ def _interval(low: float | None, high: float | None) -> str:
     return "" if low is None or high is None else f"{low:.3f}-{high:.3f}"
 
 
-def _table(title: str, heading: Sequence[str], cells: Sequence[Sequence[str]]) -> Table:
+def _table(title: str, heading: Sequence[str], cells: Sequence[Sequence[str]], *, wrap_first: bool = False) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for index, name in enumerate(heading):
-        table.add_column(name, justify="right" if index else "left", no_wrap=index > 0 or heading[0] == "T/W/S")
+        table.add_column(name, justify="right" if index else "left", no_wrap=index > 0 or not wrap_first)
     for row in cells:
         table.add_row(*row)
     return table
