@@ -29,6 +29,10 @@ class Block(nn.Module):
         self.up_weight = nn.Parameter(torch.empty(config.mlp_ratio * d, d))
         self.down_weight = nn.Parameter(torch.empty(d, config.mlp_ratio * d))
 
+    def matrices(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter, nn.Parameter]:
+        """The weights of its products, in the order in which they are used."""
+        return self.qkv_weight, self.out_weight, self.up_weight, self.down_weight
+
 
 def before_attend(
     x: torch.Tensor,

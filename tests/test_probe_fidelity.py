@@ -72,18 +72,18 @@ def test_ssim_is_that_of_each_frame_by_its_formula_with_reflected_borders():
 
 
 @cache
-def recorded(game: str) -> Pixels:
-    """uint8 [3 clips, 24, 64, 64, 3], not written to disk twice in one process."""
+def recorded(game: str, side: int = 64) -> Pixels:
+    """uint8 [3 clips, 24, side, side, 3], not written to disk twice in one process."""
     from tempfile import TemporaryDirectory
 
     with TemporaryDirectory() as folder:
-        shape = {"num_frames": 24, "channels": 3, "height": 64, "width": 64}
+        shape = {"num_frames": 24, "channels": 3, "height": side, "width": side}
         clips = [load_clip(game, seed=4, index=index, folder=folder, **shape).frames for index in range(3)]
     return np.stack(clips)
 
 
 def judged(game: str, made: Pixels) -> Found:
-    truth = recorded(game)
+    truth = recorded(game, made.shape[2])
     found = Found(settings={}, summary={})
     MEASURES[game](truth[:, :1], truth, made, Bootstrap(3, seed=0), found)  # a context that ends at the first place
     return found
@@ -160,13 +160,14 @@ def test_noise_has_no_sprites_and_so_fails():
     assert pong["fidelity/paddle_found"] == pong["fidelity/ball_found"] == 0.0
 
 
-def test_a_perfect_rally_has_no_error_and_a_moved_one_the_distance_it_was_moved():
-    perfect = judged("pong", recorded("pong")).summary
+@pytest.mark.parametrize(("side", "pixels_of_64"), [(64, 3), (48, 4)])
+def test_a_perfect_rally_has_no_error_and_a_moved_one_the_distance_it_was_moved(side: int, pixels_of_64: int):
+    perfect = judged("pong", recorded("pong", side)).summary
     assert perfect["fidelity/paddle_correlation"] == pytest.approx(1.0)
     assert perfect["fidelity/ball_error_px_worst_frame"] == 0.0
     assert perfect["fidelity/ball_found"] == 1.0
-    shifted = judged("pong", moved(recorded("pong"), 3, 0)).summary
-    assert shifted["fidelity/ball_error_px_worst_frame"] == pytest.approx(3.0, abs=0.2)
+    shifted = judged("pong", moved(recorded("pong", side), 3, 0)).summary
+    assert shifted["fidelity/ball_error_px_worst_frame"] == pytest.approx(pixels_of_64, abs=0.2)
 
 
 # -- the probe ------------------------------------------------------------------------------------------------------

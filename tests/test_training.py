@@ -13,12 +13,13 @@ import torch
 from safetensors import safe_open
 
 from model.data.clip import Clip
+from model.layers import patchify
 from model.training.batches import MIN_SIGMA, draw_batch, with_own_history
 from model.training.footage import FootageSource, GameFootage, LoopFootage
 from model.training.optimizer import Muon, optimizers, orthogonalized
 from model.training.recipe import Recipe
 from model.training.sequence import SequenceModel, Sequences
-from model.training.trainer import Trainer
+from model.training.trainer import Trainer, start_from
 from model.transformer import FrameTransformer
 from tests.model_tools import SMALL
 
@@ -63,6 +64,20 @@ def test_half_of_each_batch_has_its_history_as_it_is_served_and_the_rest_a_littl
         assert served.flatten(1).all(dim=1).tolist() == [True, True, True, False, False]
         noise = (batch.sequences.clean[:, 1:] - batch.target[:, :-1])[3:].std(dim=(1, 2, 3, 4))
         assert (noise < 0.25).all()
+
+
+def test_what_moves_is_fainter_in_the_noisy_half_of_the_history_by_up_to_the_share_that_the_recipe_names():
+    source, recipe = footage(), dataclasses.replace(RECIPE, history_noise=0.0, history_fade=0.6, long_share=0.0)
+    background = source.background()
+    batch = draw_batch(recipe, SMALL, source, background, 3)
+    plain = draw_batch(dataclasses.replace(recipe, history_fade=0.0), SMALL, source, background, 3)
+    clean, whole = batch.sequences.clean, plain.sequences.clean
+    assert torch.equal(clean[:2], whole[:2])
+    differs = (whole - background).abs() > 0.05
+    left = ((clean - background) / (whole - background))[2:][differs[2:]]
+    assert 0.4 <= left.min() < 0.6
+    assert 0.8 < left.max() <= 1
+    torch.testing.assert_close(clean[~differs], whole[~differs], rtol=0, atol=0.05)
 
 
 def test_a_noised_frame_lies_on_the_straight_line_between_its_target_and_noise():
@@ -126,6 +141,48 @@ def test_later_the_weight_goes_to_what_the_objects_of_the_frame_before_can_reach
     for frame in range(1, 12):
         assert torch.equal(early[frame - 1], here if frame >= 4 else torch.zeros_like(here))
         assert torch.equal(late[frame - 1], around if frame >= 5 else torch.zeros_like(around))
+
+
+def test_the_late_object_weight_is_that_of_the_steps_from_rollout_from_on():
+    source = footage()
+    background = source.background()
+    recipe = dataclasses.replace(RECIPE, object_weight=30.0, rollout_from=5)
+    for late, expected in ((0.0, (30.0, 30.0)), (3.0, (30.0, 3.0))):
+        for step, weight in zip((4, 5), expected, strict=True):
+            batch = draw_batch(dataclasses.replace(recipe, late_object_weight=late), SMALL, source, background, step)
+            schedule = 0.5 / batch.sequences.sigma.clamp_min(0.3)
+            shares = batch.weight[:, :, 0] / schedule[:, :, None, None]
+            differs = (batch.target[:, :, 0] - background[0]).abs() > recipe.object_threshold
+            torch.testing.assert_close(shares, torch.where(differs, weight, 1.0))
+
+
+@torch.no_grad()
+def test_a_model_that_starts_from_the_background_sees_what_differs_from_it_and_predicts_it():
+    background = torch.linspace(-1, 1, 64).view(1, 8, 8)
+    fresh, started = FrameTransformer(SMALL, 0), FrameTransformer(SMALL, 0)
+    start_from(started, background, 3.0)
+
+    def embedded(model: FrameTransformer, frame: torch.Tensor) -> torch.Tensor:
+        return model.patch_in(patchify(frame[None], SMALL.patch)) + model.position
+
+    torch.testing.assert_close(embedded(started, background)[0], fresh.position)
+    other = torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(0))
+    differs = fresh.patch_in(patchify((other - background)[None], SMALL.patch))
+    torch.testing.assert_close(embedded(started, other) - fresh.position, 3 * differs)
+    mean = started.head.bias.mean().item()
+    assert mean == pytest.approx(background.mean().item(), abs=1e-6)
+    changed = {
+        name for name, weight in started.named_parameters() if not torch.equal(weight, fresh.get_parameter(name))
+    }
+    assert changed == {"patch_in.weight", "position", "head.bias"}
+
+
+def test_only_a_recipe_that_says_so_starts_from_the_background():
+    weights = [
+        Trainer(dataclasses.replace(RECIPE, start_gain=gain), SMALL, footage()).average.position for gain in (0.0, 1.0)
+    ]
+    assert torch.equal(weights[0], FrameTransformer(SMALL, RECIPE.seed).position)
+    assert not torch.equal(weights[0], weights[1])
 
 
 class Alphabet(FootageSource):
@@ -231,8 +288,9 @@ def test_a_run_that_was_interrupted_goes_on_bit_for_bit(tmp_path: Path):
     assert parts == {"model", "average", "momentum", "exp_avg", "exp_avg_sq", "step"}
 
 
-def test_training_lowers_the_loss_and_moves_every_parameter_and_the_average_behind_it():
-    recipe = dataclasses.replace(RECIPE, steps=40, long_share=0.0, history_noise=0.0, dilated_share=0.0)
+@pytest.mark.parametrize("more", [{}, {"bf16": True, "start_gain": 1.5}])
+def test_training_lowers_the_loss_and_moves_every_parameter_and_the_average_behind_it(more: dict):
+    recipe = dataclasses.replace(RECIPE, steps=40, long_share=0.0, history_noise=0.0, dilated_share=0.0, **more)
     still = np.repeat(np.random.default_rng(0).integers(256, size=(1, 8, 8, 1), dtype=np.uint8), 30, axis=0)
     clip = Clip.of(still, np.arange(30) % 3, num_actions=3, fps=15.0, source="a still picture")
     trainer = Trainer(recipe, SMALL, GameFootage([clip]))

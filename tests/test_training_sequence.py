@@ -92,6 +92,16 @@ def test_only_the_clock_differences_matter_to_a_prediction():
     torch.testing.assert_close(first, later, rtol=0, atol=1e-4)
 
 
+@torch.no_grad()
+def test_products_in_bf16_predict_the_same_to_their_precision_and_leave_the_residual_stream_alone():
+    model, batch = FrameTransformer(SMALL, seed=1), sequences(SMALL, start=0)
+    layers = ring_layers(SMALL, ring_frames=4, dilation=1)
+    exact, rounded = SequenceModel(model)(batch, layers), SequenceModel(model, torch.bfloat16)(batch, layers)
+    assert rounded.dtype == torch.float32
+    error = (rounded - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert 1e-4 < error < 0.02
+
+
 def test_a_prediction_depends_on_exactly_the_clean_frames_that_depth_can_relay():
     """Four layers that see two frames back each reach eight frames; the frame itself is seen noised only."""
     model, batch = FrameTransformer(SMALL, seed=1), sequences(SMALL, start=0)

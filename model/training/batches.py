@@ -20,6 +20,7 @@ from model.training.sequence import SequenceModel, Sequences, history_of
 from ringkv import RingKVLayerConfig
 
 MIN_SIGMA = 0.02
+_FADE_CELLS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +54,8 @@ def draw_batch(
     footage = source.draw(rng, count, length + 1, in_view)
 
     clean, target = footage.frames[:, :-1], footage.frames[:, 1:]
+    if recipe.history_fade and background is not None:
+        clean = torch.cat([clean[: count - count // 2], _faded(rng, clean[count - count // 2 :], background, recipe)])
     level = torch.zeros(count)
     level[count - count // 2 :] = torch.from_numpy(rng.uniform(0, recipe.history_noise, count // 2))
     clean = clean + level[:, None, None, None, None] * _normal(rng, clean.shape)
@@ -67,7 +70,8 @@ def draw_batch(
         shown = footage.frames[:, :-1] if reach else target
         differs = (shown - background).abs().amax(dim=2, keepdim=True) > recipe.object_threshold
         near = F.max_pool2d(differs.flatten(0, 1).float(), 2 * reach + 1, stride=1, padding=reach)
-        weight = weight + (recipe.object_weight - 1) * near.view_as(weight)
+        object_weight = recipe.late_object_weight if rollout and recipe.late_object_weight else recipe.object_weight
+        weight = weight + (object_weight - 1) * near.view_as(weight)
     announced = torch.where(footage.announced[:, 1:], 1.0, recipe.unpredictable_weight)
     weight = weight * (announced * 0.5 / sigma.clamp_min(0.3))[:, :, None, None, None]
     share = recipe.own_share if rollout else 0.0
@@ -118,6 +122,16 @@ def _draw_layers(
         RingKVLayerConfig(ring_frames=ring_frames, ring_buckets=ring_frames, pinned_dilation=each)
         for each in config.layer_dilations(dilation)
     )
+
+
+def _faded(rng: np.random.Generator, frames: torch.Tensor, background: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """``[B, T, C, H, W]`` with what differs from the background fainter, by a share that varies over a grid."""
+    shape = frames.shape[:2]
+    share = torch.from_numpy(
+        rng.uniform(0, recipe.history_fade, (shape.numel(), 1, _FADE_CELLS, _FADE_CELLS)).astype(np.float32)
+    )
+    share = F.interpolate(share, frames.shape[-2:], mode="bilinear").unflatten(0, shape)
+    return torch.lerp(frames, background, share)
 
 
 def _normal(rng: np.random.Generator, shape: torch.Size) -> torch.Tensor:

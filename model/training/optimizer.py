@@ -36,11 +36,15 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalized; matrices of one shape are taken together.
 
     A group's ``splits`` is how many matrices, one below the other, each of its parameters holds. The step of an
-    ``[m, n]`` matrix is ``lr * sqrt(max(1, m / n))`` times its direction, as in the source.
+    ``[m, n]`` matrix is ``lr * sqrt(max(1, m / n))`` times its direction, as in the source. products: dtype of the
+    iteration; the source takes bf16.
     """
 
-    def __init__(self, groups: Iterable[dict[str, object]], lr: float, momentum: float) -> None:
+    def __init__(
+        self, groups: Iterable[dict[str, object]], lr: float, momentum: float, products: torch.dtype = torch.float32
+    ) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum, "splits": 1})
+        self._products = products
         for group in self.param_groups:
             for weight in group["params"]:
                 self.state[weight]["momentum"] = torch.zeros_like(weight)
@@ -56,7 +60,8 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
             ahead = torch.stack(torch._foreach_lerp(gradients, buffers, group["momentum"]))
             rows, columns = ahead.shape[1] // group["splits"], ahead.shape[2]
-            directions = orthogonalized(ahead.reshape(-1, rows, columns)).reshape(ahead.shape)
+            directions = orthogonalized(ahead.reshape(-1, rows, columns).to(self._products))
+            directions = directions.to(ahead.dtype).reshape(ahead.shape)
             torch._foreach_add_(weights, directions.unbind(), alpha=-group["lr"] * max(1, rows / columns) ** 0.5)
 
 
@@ -71,7 +76,8 @@ def optimizers(model: FrameTransformer, recipe: Recipe) -> tuple[Muon, torch.opt
     ]
     matrices = {id(weight) for group in groups for weight in _parameters(group)}
     rest = [weight for weight in model.parameters() if id(weight) not in matrices]
-    muon = Muon(groups, lr=recipe.matrix_lr, momentum=recipe.momentum)
+    products = torch.bfloat16 if recipe.bf16 else torch.float32
+    muon = Muon(groups, lr=recipe.matrix_lr, momentum=recipe.momentum, products=products)
     adamw = torch.optim.AdamW(rest, lr=recipe.lr, betas=BETAS, weight_decay=recipe.weight_decay, foreach=True)
     for weight in rest:  # what the first step would make, so that a state has its whole shape before it
         adamw.state[weight] = {

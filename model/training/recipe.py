@@ -19,7 +19,9 @@ class Recipe:
     which alone fill a ring of many frames, draw theirs uniformly from here up. max_dilation, dilated_share: in that
     share of steps the model's global layers keep every 2nd to ``max_dilation``-th frame. max_start: sequences begin at
     a random clock up to it. history_noise: half of each batch, rounded down, has noise of up to this standard deviation
-    on its clean frames, the rest has its history as it is.
+    on its clean frames, the rest has its history as it is. history_fade: in that noisy half what moves is fainter, by
+    up to this share, from place to place and frame to frame another: a rollout that is unsure of a sprite draws it
+    faint, and has to find back to all of it.
     object_weight: weight in the loss of pixels that differ from the background by more than ``object_threshold``
     (frames are in [-1, 1]). rollout_from: the step from which training is closer to a rollout. From then on the share
     ``own_share`` of the clean frames in the noisy half is what the model itself makes of them in one pass; and with
@@ -45,12 +47,16 @@ class Recipe:
     dilated_share: float = 0.0
     max_start: int = 200
     history_noise: float = 0.15
+    history_fade: float = 0.0
     object_weight: float = 16.0
     object_threshold: float = 0.1
     rollout_from: int = 0
     own_share: float = 0.0
     object_reach: int = 0
+    late_object_weight: float = 0.0
     unpredictable_weight: float = 1.0
+    start_gain: float = 0.0
+    bf16: bool = False
     matrix_lr: float = 0.02
     momentum: float = 0.95
     lr: float = 2e-3
@@ -84,7 +90,16 @@ class Recipe:
                 f"long_min_ring_frames={self.long_min_ring_frames}: expected at most max_ring_frames="
                 f"{self.max_ring_frames}"
             )
-        for key in ("long_share", "dilated_share", "own_share", "momentum", "flat_share", "final_lr", "ema"):
+        for key in (
+            "long_share",
+            "history_fade",
+            "dilated_share",
+            "own_share",
+            "momentum",
+            "flat_share",
+            "final_lr",
+            "ema",
+        ):
             if not 0 <= getattr(self, key) <= 1:
                 raise ValueError(f"{key}={getattr(self, key)}: expected 0 to 1")
         for field in dataclasses.fields(self):

@@ -50,11 +50,15 @@ def history_of(layer: RingKVLayerConfig, start: int, length: int) -> list[list[i
 
 
 class SequenceModel(nn.Module):
-    """Runs a ``FrameTransformer`` over sequences, with gradients; holds nothing but the model."""
+    """Runs a ``FrameTransformer`` over sequences, with gradients; holds nothing but the model.
 
-    def __init__(self, model: FrameTransformer) -> None:
+    products: dtype of the blocks' products; None: that of the weights. Attention is in that of the weights, because the
+    CPU's backward pass of bf16 attention is slow (five times that of fp32; PyTorch 2.13, 8 frames of 16 tokens).
+    """
+
+    def __init__(self, model: FrameTransformer, products: torch.dtype | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._products = model, products
 
     def forward(self, batch: Sequences, layers: Sequence[RingKVLayerConfig]) -> torch.Tensor:
         """Predicted clean frames 1 to T: ``[B, T, C, H, W]``. layers: the ring of each layer."""
@@ -73,8 +77,12 @@ class SequenceModel(nn.Module):
         first_v = mix.new_zeros(len(hidden), config.num_kv_heads, config.tokens_per_frame, config.head_dim)
         for index, block in enumerate(model.blocks):
             modulation = modulations[index]
-            q, k, v = model.before_attend(
-                hidden, modulation, cos, sin, first_v, mix[index], block.qkv_weight, block.temperature
+            qkv_weight, *weights = (self._in_products(weight) for weight in block.matrices())
+            q, k, v = (
+                heads.to(first_v.dtype)
+                for heads in model.before_attend(
+                    hidden, modulation, cos, sin, first_v, mix[index], qkv_weight, block.temperature
+                )
             )
             if index == 0:
                 first_v = v
@@ -87,12 +95,13 @@ class SequenceModel(nn.Module):
                 groups = [HistoryGroup(c - 1, c, seen[c]) for c in range(1, length + 1)]
                 q, k, v = q[:, 1::2], k[:, 1::2], v[:, 1::2]
                 hidden, modulation = (x.unflatten(0, (rows, -1))[:, 1::2].flatten(0, 1) for x in (hidden, modulation))
-            attended = history_attention(q, k, v, *history, groups)
-            hidden = model.after_attend(
-                hidden, attended.flatten(0, 1), modulation, block.out_weight, block.up_weight, block.down_weight
-            )
+            attended = self._in_products(history_attention(q, k, v, *history, groups))
+            hidden = model.after_attend(hidden, attended.flatten(0, 1), modulation, *weights)
         patches = model.head(rms_norm(hidden).to(model.head.weight.dtype)).to(hidden.dtype)
         return unpatchify(patches, config.patch, config.grid).unflatten(0, (rows, -1))
+
+    def _in_products(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._products is None else x.to(self._products)
 
     def _embed(self, frames: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         model = self.model

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from model.config import ModelConfig
+from model.layers import patchify
 from model.training.batches import draw_batch, loss, with_own_history
 from model.training.footage import FootageSource
 from model.training.optimizer import optimizers, set_rates
@@ -28,6 +29,19 @@ from ringkv.files import replaced_atomically
 _KEY = "training"
 
 
+@torch.no_grad()
+def start_from(model: FrameTransformer, background: torch.Tensor, gain: float) -> None:
+    """Make the background ``[C, H, W]`` invisible to new weights, and what they predict on average.
+
+    The embedding of a clean frame becomes that of its difference to the background, ``gain`` times larger beside the
+    position embeddings. A small object on a bright field is otherwise a small part of every token's norm.
+    """
+    patches = patchify(background[None].to(model.patch_in.weight), model.config.patch)[0]
+    model.patch_in.weight.mul_(gain)
+    model.position.sub_(model.patch_in(patches))
+    model.head.bias.copy_(patches.mean(dim=0))
+
+
 class Trainer:
     """Trains a ``FrameTransformer`` by a recipe. model: the weights as stepped; average: as kept and served."""
 
@@ -37,8 +51,11 @@ class Trainer:
         self.recipe, self.source, self.step = recipe, source, 0
         self.background = source.background()
         self.model = FrameTransformer(config, recipe.seed)
+        if recipe.start_gain and self.background is not None:
+            start_from(self.model, self.background, recipe.start_gain)
         self.average = copy.deepcopy(self.model).requires_grad_(False)
-        self._sequences, self._served = SequenceModel(self.model), SequenceModel(self.average)
+        products = torch.bfloat16 if recipe.bf16 else None
+        self._sequences, self._served = SequenceModel(self.model, products), SequenceModel(self.average, products)
         self._muon, self._adamw = optimizers(self.model, recipe)
 
     def advance(self) -> dict[str, float]:

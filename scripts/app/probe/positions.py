@@ -21,6 +21,8 @@ from scripts.app.probe.stats import Bootstrap, Interval, Values
 NEAR_PIXELS = 2.0
 CAR_FRAMES = 16
 BALL_FRAMES = 12
+BALL_UNITS = 64
+"""The ball's distances are told in pixels of a frame of so many rows and columns, whatever the frames' own size."""
 
 
 def measure_freeway(given: Pixels, truth: Pixels, made: Pixels, bootstrap: Bootstrap, found: Found) -> None:
@@ -65,13 +67,13 @@ def measure_pong(given: Pixels, truth: Pixels, made: Pixels, bootstrap: Bootstra
     before, real, ours = (_read(each, lambda frame: [tracker.paddle(frame)])[..., 0] for each in (given, truth, made))
     _add_error("paddle's height", np.abs(ours - real), frames, bootstrap, found)
     real_ball, our_ball = (_read(each, lambda frame: tracker.ball(frame) or (None, None)) for each in (truth, made))
-    error = np.hypot(*np.moveaxis(our_ball - real_ball, -1, 0))
-    _add_error("ball", error, frames, bootstrap, found)
+    error = np.hypot(*np.moveaxis((our_ball - real_ball) * BALL_UNITS / truth.shape[2:4], -1, 0))
+    _add_error(f"ball, px of {BALL_UNITS}", error, frames, bootstrap, found)
     until = min(BALL_FRAMES, len(frames))
     early = bootstrap.mean(error[:, :until])
     found.tables.append(
         Sheet(
-            f"Pong: the ball through predicted frame {until}, pixels of {truth.shape[2]}",
+            f"Pong: the ball through predicted frame {until}, pixels of {BALL_UNITS}",
             ["frame", "error, px", "share of balls found"],
             [
                 [
