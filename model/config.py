@@ -237,7 +237,7 @@ _PRESETS = (
     ),
     # For training; the weights of freeway and recall lie in model/checkpoints. No layer is global.
     _trained("freeway", 64, 64, d_model=128, num_layers=4, num_actions=3),
-    _trained("pong", 64, 64, d_model=128, num_layers=4, num_actions=6),
+    _trained("pong", 48, 16, d_model=160, num_layers=4, num_actions=6),
     # Its last layer is global: what a dilated layer brings back is part of what it is trained for.
     _trained("recall", 16, 16, d_model=96, num_layers=3, num_actions=1, global_period=3),
     # Waypoint-1.5 geometry with random weights, for memory and speed.

@@ -66,11 +66,13 @@ def test_half_of_each_batch_has_its_history_as_it_is_served_and_the_rest_a_littl
         assert (noise < 0.25).all()
 
 
-def test_what_moves_is_fainter_in_the_noisy_half_of_the_history_by_up_to_the_share_that_the_recipe_names():
+def test_late_what_moves_is_fainter_in_the_noisy_half_of_the_history_by_up_to_the_share_of_the_recipe():
     source, recipe = footage(), dataclasses.replace(RECIPE, history_noise=0.0, history_fade=0.6, long_share=0.0)
-    background = source.background()
-    batch = draw_batch(recipe, SMALL, source, background, 3)
-    plain = draw_batch(dataclasses.replace(recipe, history_fade=0.0), SMALL, source, background, 3)
+    recipe, background = dataclasses.replace(recipe, rollout_from=3), source.background()
+    none = dataclasses.replace(recipe, history_fade=0.0)
+    early, early_plain = (draw_batch(each, SMALL, source, background, 2) for each in (recipe, none))
+    assert same(early, early_plain)
+    batch, plain = (draw_batch(each, SMALL, source, background, 3) for each in (recipe, none))
     clean, whole = batch.sequences.clean, plain.sequences.clean
     assert torch.equal(clean[:2], whole[:2])
     differs = (whole - background).abs() > 0.05

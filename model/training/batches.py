@@ -54,7 +54,8 @@ def draw_batch(
     footage = source.draw(rng, count, length + 1, in_view)
 
     clean, target = footage.frames[:, :-1], footage.frames[:, 1:]
-    if recipe.history_fade and background is not None:
+    rollout = step >= recipe.rollout_from
+    if rollout and recipe.history_fade and background is not None:
         clean = torch.cat([clean[: count - count // 2], _faded(rng, clean[count - count // 2 :], background, recipe)])
     level = torch.zeros(count)
     level[count - count // 2 :] = torch.from_numpy(rng.uniform(0, recipe.history_noise, count // 2))
@@ -63,7 +64,6 @@ def draw_batch(
     sigma = (3 * u / (1 + 2 * u)).clamp_min(MIN_SIGMA).float()
     noised = torch.lerp(target, _normal(rng, target.shape), sigma[:, :, None, None, None])
 
-    rollout = step >= recipe.rollout_from
     weight = torch.ones_like(target[:, :, :1])
     if background is not None:
         reach = recipe.object_reach if rollout else 0

@@ -19,12 +19,12 @@ class Recipe:
     which alone fill a ring of many frames, draw theirs uniformly from here up. max_dilation, dilated_share: in that
     share of steps the model's global layers keep every 2nd to ``max_dilation``-th frame. max_start: sequences begin at
     a random clock up to it. history_noise: half of each batch, rounded down, has noise of up to this standard deviation
-    on its clean frames, the rest has its history as it is. history_fade: in that noisy half what moves is fainter, by
-    up to this share, from place to place and frame to frame another: a rollout that is unsure of a sprite draws it
-    faint, and has to find back to all of it.
+    on its clean frames, the rest has its history as it is.
     object_weight: weight in the loss of pixels that differ from the background by more than ``object_threshold``
     (frames are in [-1, 1]). rollout_from: the step from which training is closer to a rollout. From then on the share
-    ``own_share`` of the clean frames in the noisy half is what the model itself makes of them in one pass; and with
+    ``own_share`` of the clean frames in the noisy half is what the model itself makes of them in one pass; what moves in
+    that half is fainter by up to the share ``history_fade``, from place to place and frame to frame another, because a
+    rollout that is unsure of a sprite draws it faint and has to find back to all of it; and with
     ``object_reach`` above 0 the object weight goes to all pixels that an object of the frame before may reach, that far
     away: a weight that looks at the frame to be predicted teaches fastest, but rewards painting an object wherever it
     might be. unpredictable_weight: weight of frames that nothing in view announces.
