@@ -22,12 +22,16 @@ class Recipe:
     on its clean frames, the rest has its history as it is.
     object_weight: weight in the loss of pixels that differ from the background by more than ``object_threshold``
     (frames are in [-1, 1]). rollout_from: the step from which training is closer to a rollout. From then on the share
-    ``own_share`` of the clean frames in the noisy half is what the model itself makes of them in one pass; what moves in
-    that half is fainter by up to the share ``history_fade``, from place to place and frame to frame another, because a
-    rollout that is unsure of a sprite draws it faint and has to find back to all of it; and with
-    ``object_reach`` above 0 the object weight goes to all pixels that an object of the frame before may reach, that far
-    away: a weight that looks at the frame to be predicted teaches fastest, but rewards painting an object wherever it
-    might be. unpredictable_weight: weight of frames that nothing in view announces.
+    ``own_share`` of the clean frames in the noisy half is what the model itself makes of them in one pass; what moves
+    in that half is fainter by up to the share ``history_fade``, from place to place and frame to frame another, because
+    a rollout that is unsure of a sprite draws it faint and has to find back to all of it; with ``late_object_weight``
+    above 0 that is the object weight: a heavy one teaches where a small object goes, a light one how sure to be of it;
+    and with ``object_reach`` above 0 the object weight goes to all pixels that an object of the frame before may reach,
+    that far away: a weight that looks at the frame to be predicted teaches fastest, but rewards painting an object
+    wherever it might be. unpredictable_weight: weight of frames that nothing in view announces.
+    start_gain: above 0, the model starts from the background of its data, which then is nothing to learn or to see
+    past, and sees what differs from it so many times larger. bf16: the products of the blocks, and those of Muon, take
+    bf16; attention, norms and the residual stream stay as they are.
     matrix_lr, momentum: of Muon, which steps the matrices of the blocks. lr, weight_decay: of AdamW, which steps the
     rest. warmup_steps: the rates rise linearly; then they stay until ``flat_share`` of all steps and fall linearly to
     ``final_lr`` of their height. clip: highest norm of the gradient. ema: decay of the average of the weights, which is
