@@ -235,8 +235,9 @@ _PRESETS = (
         num_actions=3,
         global_period=4,
     ),
-    # For training; the weights of freeway and recall lie in model/checkpoints. No layer is global.
+    # For training; their weights lie in model/checkpoints. No layer is global.
     _trained("freeway", 64, 64, d_model=128, num_layers=4, num_actions=3),
+    # Pong in few large patches: there is little to see, and many frames are needed to see enough of it.
     _trained("pong", 48, 16, d_model=160, num_layers=4, num_actions=6),
     # Its last layer is global: what a dilated layer brings back is part of what it is trained for.
     _trained("recall", 16, 16, d_model=96, num_layers=3, num_actions=1, global_period=3),
