@@ -81,15 +81,17 @@ def test_the_canonical_command_rolls_out_trained_weights():
     assert find_shipped(model_config(config), config.data.name) == SHIPPED / "freeway.safetensors"
 
 
-@pytest.mark.parametrize(("data", "weights"), [("freeway", "freeway"), ("pong", None)])
+@pytest.mark.parametrize(
+    ("knob", "weights"), [("data=freeway", "freeway"), ("model=pong", "pong"), ("data=pong", None)]
+)
 def test_a_rollout_says_whose_weights_it_uses_and_takes_none_that_were_trained_on_other_data(
-    data: str, weights: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    knob: str, weights: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run = ["num_frames=3", "context_frames=2", "threads=1", "tracking=disabled", f"data.folder={tmp_path}"]
-    assert main([f"data={data}", *run, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    assert main([knob, *run, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
     out = capsys.readouterr().out
     if weights is None:
-        assert f"weights random (none that ships fits this geometry and data={data})" in out
+        assert f"weights random (none that ships fits this geometry and {knob})" in out
     else:
         assert f"weights {SHIPPED / weights}.safetensors" in out
         assert "random" not in out
