@@ -109,12 +109,12 @@ class FreewayTracker:
 
 
 class PongTracker:
-    """The right paddle's height and the ball. field: the playfield without sprites, uint8 [H, W, 3]."""
+    """Both paddles' heights and the ball. field: the playfield without sprites, uint8 [H, W, 3]."""
 
     _ROWS = 160  # of the screen, between the bars
     _GROUND = (144, 72, 17)
-    _PADDLE, _BALL = (92, 186, 92), (236, 236, 236)
-    _PADDLE_COLUMNS, _PADDLE_ROWS = (140, 144), 16
+    _PADDLE, _OPPONENT, _BALL = (92, 186, 92), (213, 130, 74), (236, 236, 236)
+    _PADDLE_COLUMNS, _OPPONENT_COLUMNS, _PADDLE_ROWS = (140, 144), (16, 20), 16
     _OPEN_COLUMNS = (20, 140)  # between the paddles
     _BALL_COLUMNS, _BALL_ROWS = 2, 4
 
@@ -123,12 +123,17 @@ class PongTracker:
         self._down, self._across = field.shape[0] / self._ROWS, field.shape[1] / _SCREEN_COLUMNS
 
     def paddle(self, frame: Pixels) -> float | None:
-        """Row of the right paddle in ``frame`` uint8 [H, W, 3]."""
+        """Row of the right paddle, which the actions move, in ``frame`` uint8 [H, W, 3]."""
+        return self._paddle(frame, self._PADDLE, self._PADDLE_COLUMNS)
+
+    def opponent(self, frame: Pixels) -> float | None:
+        """Row of the left paddle, which the console moves."""
+        return self._paddle(frame, self._OPPONENT, self._OPPONENT_COLUMNS)
+
+    def _paddle(self, frame: Pixels, color: tuple[int, int, int], screen_columns: tuple[int, int]) -> float | None:
         difference = frame.astype(np.float64) - self._field
-        columns = _columns(self._PADDLE_COLUMNS, self._across)
-        covered, other = _covered(difference[:, columns], self._PADDLE, self._GROUND)
-        rows = self._PADDLE_ROWS * self._down
-        width = (self._PADDLE_COLUMNS[1] - self._PADDLE_COLUMNS[0]) * self._across
+        covered, other = _covered(difference[:, _columns(screen_columns, self._across)], color, self._GROUND)
+        rows, width = self._PADDLE_ROWS * self._down, (screen_columns[1] - screen_columns[0]) * self._across
         return _place(covered.sum(axis=1), other.sum(axis=1), rows, rows * width)
 
     def ball(self, frame: Pixels) -> tuple[float, float] | None:

@@ -73,13 +73,15 @@ def test_every_lane_s_car_is_where_the_console_has_it():
 def test_pong_s_paddle_and_ball_are_where_the_console_has_them(side: int):
     frames, memory = played("pong", side)
     tracker = PongTracker(empty_field(frames))
-    paddle = column([tracker.paddle(frame) for frame in frames])
-    truth, visible = middle(memory[:, 51] - 13 - 34, 16, 160, side)
-    whole, found = visible == 1, np.isfinite(paddle)
-    assert found[whole].all()
-    assert np.abs(paddle - truth)[whole].max() < 0.75
-    assert np.abs(paddle - truth)[found].max() < 2.0
-    assert np.ptp(truth) > side / 3
+    for follow, top, least in ((tracker.paddle, memory[:, 51] - 13, 1), (tracker.opponent, memory[:, 50] - 15, 0.97)):
+        paddle = column([follow(frame) for frame in frames])
+        truth, visible = middle(top - 34, 16, 160, side)
+        shown = memory[:, 50] > 0  # a new game has no opponent for a moment
+        whole, found = (visible == 1) & shown, np.isfinite(paddle)
+        assert found[whole].mean() >= least
+        assert np.abs(paddle - truth)[whole & found].max() < 0.75
+        assert np.abs(paddle - truth)[found].max() < 2.0
+        assert np.ptp(truth[shown]) > side / 3
 
     balls = [tracker.ball(frame) for frame in frames]
     row, _ = middle(memory[:, 54] - 14 - 34, 4, 160, side)
@@ -102,7 +104,7 @@ def everything(game: str, frame: Pixels, field: Pixels) -> list[object]:
         freeway = FreewayTracker(field)
         return [freeway.chicken(frame), *freeway.cars(frame)]
     pong = PongTracker(field)
-    return [pong.paddle(frame), pong.ball(frame)]
+    return [pong.paddle(frame), pong.ball(frame), pong.opponent(frame)]
 
 
 @pytest.mark.parametrize("game", ["freeway", "pong"])

@@ -32,7 +32,7 @@ def measure_freeway(given: Pixels, truth: Pixels, made: Pixels, bootstrap: Boots
     """
     tracker = FreewayTracker(_field(given, truth))
     frames = list(range(1, truth.shape[1] + 1))
-    before, real, ours = (_read(each, lambda frame: [tracker.chicken(frame)])[..., 0] for each in (given, truth, made))
+    before, real, ours = (_heights(each, tracker.chicken) for each in (given, truth, made))
     _add_error("chicken's height", np.abs(ours - real), frames, bootstrap, found)
     real_cars, our_cars = (_read(each, tracker.cars) for each in (truth, made))
     error = np.abs(our_cars - real_cars)
@@ -61,10 +61,10 @@ def measure_freeway(given: Pixels, truth: Pixels, made: Pixels, bootstrap: Boots
 
 
 def measure_pong(given: Pixels, truth: Pixels, made: Pixels, bootstrap: Bootstrap, found: Found) -> None:
-    """The right paddle's height, and the ball. given, truth, made: as of ``measure_freeway``."""
+    """Both paddles' heights, and the ball. given, truth, made: as of ``measure_freeway``."""
     tracker = PongTracker(_field(given, truth))
     frames = list(range(1, truth.shape[1] + 1))
-    before, real, ours = (_read(each, lambda frame: [tracker.paddle(frame)])[..., 0] for each in (given, truth, made))
+    before, real, ours = (_heights(each, tracker.paddle) for each in (given, truth, made))
     _add_error("paddle's height", np.abs(ours - real), frames, bootstrap, found)
     real_ball, our_ball = (_read(each, lambda frame: tracker.ball(frame) or (None, None)) for each in (truth, made))
     error = np.hypot(*np.moveaxis((our_ball - real_ball) * BALL_UNITS / truth.shape[2:4], -1, 0))
@@ -86,6 +86,7 @@ def measure_pong(given: Pixels, truth: Pixels, made: Pixels, bootstrap: Bootstra
         )
     )
     _add_track("paddle", before, real, ours, bootstrap, found)
+    _add_track("opponent", *(_heights(each, tracker.opponent) for each in (given, truth, made)), bootstrap, found)
     found.summary.update(
         {
             "fidelity/ball_error_px_worst_frame": number(np.max(early.middle)),
@@ -118,6 +119,11 @@ def _field(given: Pixels, truth: Pixels) -> Pixels:
 def _read(frames: Pixels, tracker: Callable[[Pixels], Any]) -> Values:
     """What ``tracker`` says of each of uint8 [clips, predicted, H, W, 3]: [clips, predicted, ...], NaN for None."""
     return np.array([[tracker(frame) for frame in clip] for clip in frames], dtype=np.float64)
+
+
+def _heights(frames: Pixels, tracker: Callable[[Pixels], float | None]) -> Values:
+    """The same of a tracker that says one number."""
+    return _read(frames, lambda frame: [tracker(frame)])[..., 0]
 
 
 def _mean_known(values: Values) -> Values:
