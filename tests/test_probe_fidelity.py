@@ -228,6 +228,22 @@ def test_fidelity_reports_every_predicted_frame_beside_both_baselines(tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kv", sorted({path.stem for path in Path("conf/kv").glob("*.yaml")} - {"ring"}))
+def test_every_strategy_s_rollouts_are_judged(kv: str, tmp_path: Path):
+    """At ring_frames=7 nothing is forgotten within these 7 frames, so all strategies make what the ring makes."""
+    if kv == "hf_sliding":
+        pytest.importorskip("transformers")
+    whole = ("ring_frames=7", "probe.samples=1", "dilation=1")
+    results = [fidelity(tmp_path / each, f"kv={each}", *whole) for each in ("ring", kv)]
+    assert [code for code, _ in results] == [0, 0]
+    curves = [
+        next(each["y"] for each in result["series"] if (each["panel"], each["name"]) == ("PSNR", "one sample"))
+        for _, result in results
+    ]
+    assert curves[0] == pytest.approx(curves[1], abs=1e-3)
+
+
+@pytest.mark.slow
 def test_grey_frames_are_judged_by_quality_alone_and_that_is_told(tmp_path: Path):
     code, result = fidelity(tmp_path, "data.channels=1", "probe.samples=1")
     assert code == 0

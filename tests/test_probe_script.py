@@ -76,8 +76,11 @@ def check_files(run: Path, result: dict[str, Any], name: str) -> None:
             assert edge is None or len(edge) == len(each["x"])
         if each["low"] is not None:
             assert all(low <= high for low, high in zip(each["low"], each["high"], strict=True) if low is not None)
+    tables = (run / "probe.txt").read_text()
     for table in result["tables"]:
         assert all(len(row) == len(table["columns"]) for row in table["rows"])
+        assert table["title"] in tables
+        assert all(str(name) in tables for name in table["columns"])
 
 
 def test_recall_writes_the_grid_the_variants_and_what_the_oracle_reader_found(

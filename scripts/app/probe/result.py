@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from scripts.app.probe.stats import Interval
 VERSION = 1
 """Of probe.json; raised when a key changes its meaning."""
 
-RESULT_FILE, PLOT_FILE = "probe.json", "probe.png"
+RESULT_FILE, PLOT_FILE, TABLES_FILE = "probe.json", "probe.png", "probe.txt"
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,13 @@ def print_found(console: Console, found: Found) -> None:
         console.print(table)
     for note in found.notes:
         console.print(note, style="yellow", markup=False)
+
+
+def tables_text(found: Found) -> str:
+    """What ``print_found`` prints, for a file: as wide as the tables are."""
+    text = io.StringIO()
+    print_found(Console(file=text, width=500, soft_wrap=True, highlight=False), found)
+    return text.getvalue()
 
 
 def _cell(value: Any) -> str:

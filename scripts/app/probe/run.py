@@ -1,7 +1,8 @@
 """One probe from its config to its files: measure, write, draw, print, track.
 
-config.json   every knob                 probe.png   the figure
+config.json   every knob                 probe.png      the figure
 probe.json    curves, grids and tables   summary.json   how it ended, and its headline numbers
+probe.txt     the tables
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from scripts.app.probe import drift, fidelity, recall, returning
 from scripts.app.probe.check import Probe
 from scripts.app.probe.draw import probe_png
 from scripts.app.probe.drive import Setup, make_setup
-from scripts.app.probe.result import PLOT_FILE, RESULT_FILE, VERSION, Found, print_found, tracked_rows
+from scripts.app.probe.result import (
+    PLOT_FILE,
+    RESULT_FILE,
+    TABLES_FILE,
+    VERSION,
+    Found,
+    print_found,
+    tables_text,
+    tracked_rows,
+)
 from scripts.app.probe.stats import DEFINITION
 from scripts.app.track import open_tracker
 
@@ -109,6 +119,7 @@ def _write(probe: Probe, run_dir: RunDir, found: Found, facts: dict[str, Any]) -
         **facts,
     }
     replace_text(run_dir.path / RESULT_FILE, dumps_strict(result, indent=2) + "\n")
+    replace_text(run_dir.path / TABLES_FILE, tables_text(found))
     title = "; ".join(f"{key}: {value}" for key, value in found.settings.items() if key in ("kv", "weights", "loops"))
     probe_png(run_dir.path / PLOT_FILE, found, f"probe={probe.name}  {title}")
 
