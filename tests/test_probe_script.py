@@ -109,7 +109,15 @@ def test_recall_writes_the_grid_the_variants_and_what_the_oracle_reader_found(
         [4, 2, "yes", "yes"],
         [4, 3, "never", "no"],
     ]
-    assert set(result["summary"]) >= {"recall/cliff_4", "recall/mse_4_seen"}
+    assert set(result["summary"]) >= {"recall/cliff_4", "recall/mse_4_seen", "recall/mse_4_shown_once"}
+
+
+def test_recall_asks_once_after_a_single_round_where_the_ring_shows_all_of_it():
+    points = setup_of("recall", clips=2, loop_frames=[2, 4], rings=[3, 4]).probe.points
+    once = {key[1]: each for key, each in points.items() if key[0] == "once"}
+    assert {length: (each.context_frames, each.num_frames, each.ring_frames) for length, each in once.items()} == {
+        2: (2, 3, 3)  # no ring of 5 is asked about, so a loop of 4 is not either
+    }
 
 
 def test_depth_relays_as_far_as_its_layers_reach_together_and_one_layer_no_farther():

@@ -147,7 +147,7 @@ def _check_knobs(config: ProbeConfig, kind: Kind) -> None:
 
 
 def _recall_points(config: ProbeConfig) -> tuple[dict[tuple[Any, ...], RolloutConfig], tuple[str, ...]]:
-    """``("grid", N, ring_frames)``, ``("dilated", N)`` and ``("relay",)``."""
+    """``("grid", N, ring_frames)``, ``("once", N)``, ``("dilated", N)`` and ``("relay",)``."""
     knobs = config.probe
     assert knobs.clips is not None
     assert knobs.loop_frames is not None
@@ -160,6 +160,9 @@ def _recall_points(config: ProbeConfig) -> tuple[dict[tuple[Any, ...], RolloutCo
         for ring in knobs.rings:
             shown = {"context_frames": 2 * loop, "num_frames": 2 * loop + 1, "num_sessions": rows}
             points["grid", loop, ring] = point(config, ring_frames=ring, dilation=1, **shown)
+        if loop + 1 in knobs.rings:
+            shown = {"context_frames": loop, "num_frames": loop + 1, "num_sessions": rows}
+            points["once", loop] = point(config, ring_frames=loop + 1, dilation=1, **shown)
     if not STRATEGIES[config.kv.strategy].dilates:
         left_out.append(f"a dilated layer: kv={config.kv.strategy} has none")
     elif max(model.layer_dilations(2)) == 1:

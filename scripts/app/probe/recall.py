@@ -133,24 +133,36 @@ def _measure_grid(setup: Setup, loops: dict[int, Pixels], bootstrap: Bootstrap, 
         if length in rings and length + 1 in rings:
             before, after = errors[length, length], errors[length, length + 1]
             ratio = bootstrap.ratio(before, after)
+            once = _shown_once(setup, loops[length])
             row += [spread_text(bootstrap.mean(each), 2) for each in (before, after)] + [spread_text(ratio)]
+            row.append(spread_text(bootstrap.mean(once), 2))
             found.summary[f"recall/cliff_{length}"] = number(ratio.middle)
             found.summary[f"recall/cliff_{length}_low"] = None if ratio.low is None else number(ratio.low)
             found.summary[f"recall/mse_{length}_seen"] = number(after.mean())
+            found.summary[f"recall/mse_{length}_shown_once"] = number(once.mean())
         else:
-            row += [None] * 3
+            row += [None] * 4
         rows.append([*row, layers * (length - 1)])
     found.tables.append(
         Sheet(
             "The cliff: mean squared error of the first generated frame, and 95 % intervals",
-            ["N", "mean frame", "ring N", "ring N + 1", "ratio", "relay"],
+            ["N", "mean frame", "ring N", "ring N + 1", "ratio", "shown once", "relay"],
             rows,
         )
     )
     found.notes.append(
-        "A ring of N shows N - 1 frames back, one of N + 1 shows the frame itself. Mean frame: of the loop. Relay: "
-        "frames back that depth could bring into a ring of N, so a low error there would be no fault of the cache."
+        "A ring of N shows N - 1 frames back, one of N + 1 shows the frame itself. Mean frame: of the loop. Shown "
+        "once: in a ring of N + 1 after one round, when nothing tells that it is over. Relay: frames back that depth "
+        "could bring into a ring of N, so a low error there would be no fault of the cache."
     )
+
+
+def _shown_once(setup: Setup, loops: Pixels) -> Values:
+    """Error of the first frame after a single round, in the smallest ring that shows the whole of it."""
+    length = loops.shape[1]
+    requests = loop_requests(loops, length, length + 1, setup.probe.config.seed)
+    made = setup.roll(setup.probe.points["once", length], requests)
+    return _squared_error(torch.stack([made[request.rid][0] for request in requests]), frames_to_model(loops[:, 0]))
 
 
 def oracle_hits(setup: Setup, loops: Pixels, ring_frames: int, dilation: int, num_frames: int) -> Values:
