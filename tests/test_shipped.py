@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 
 from model.checkpoint import SHIPPED, find_shipped, load_checkpoint, read_metadata
 from model.config import preset
-from model.data import frames_to_model
+from model.data import frames_to_model, load_clip
 from model.data.photos import photo_loops
+from model.trackers import PongTracker, empty_field
 from model.training.recipe import Recipe
 from model.training.sequence import SequenceModel, Sequences
 from ringkv import RingKVLayerConfig
@@ -108,6 +109,24 @@ def test_a_served_freeway_rollout_is_closer_to_the_truth_than_both_baselines_at_
     made = np.array(psnr(rollouts(model, clips, 32, context), truth))
     for name, baseline in baselines(clips, context, None).items():
         assert (made[:16] > np.array(psnr(baseline, truth))[:16] + 3).all(), name
+
+
+def test_a_served_ball_of_pong_is_where_the_recorded_one_is_through_frame_12(tmp_path: Path):
+    config, ring, predicted = preset("pong"), 32, 12
+    shape = {"channels": config.channels, "height": config.height, "width": config.width}
+    clips = [load_clip("pong", num_frames=40, seed=0, index=index, folder=tmp_path, **shape) for index in range(6)]
+    context = len(clips[0].frames) - PREDICTED
+    model = load_checkpoint(SHIPPED / "pong.safetensors", config, torch.float32).eval()
+    made = rollouts(model, clips, ring, context)[:, :predicted]
+    truth = np.stack([clip.frames[context : context + predicted] for clip in clips])
+    tracker = PongTracker(empty_field(np.concatenate([clip.frames for clip in clips])))
+    none = (np.nan, np.nan)
+    real, ours = (np.array([tracker.ball(f) or none for clip in frames for f in clip]) for frames in (truth, made))
+    shown = np.isfinite(real[:, 0])
+    error = np.hypot(*(ours - real)[shown].T) * 64 / config.height
+    assert shown.sum() > 30
+    assert np.isfinite(error).mean() >= 0.7
+    assert np.nanmean(error) < 2
 
 
 @pytest.mark.parametrize("length", [4, 8])

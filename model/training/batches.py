@@ -21,6 +21,7 @@ from ringkv import RingKVLayerConfig
 
 MIN_SIGMA = 0.02
 _FADE_CELLS = 8
+"""Rows and columns of the grid over which a faded history differs from place to place."""
 
 
 @dataclass(frozen=True, eq=False)

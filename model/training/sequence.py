@@ -53,7 +53,7 @@ class SequenceModel(nn.Module):
     """Runs a ``FrameTransformer`` over sequences, with gradients; holds nothing but the model.
 
     products: dtype of the blocks' products; None: that of the weights. Attention is in that of the weights, because the
-    CPU's backward pass of bf16 attention is slow (five times that of fp32; PyTorch 2.13, 8 frames of 16 tokens).
+    CPU's backward pass of bf16 attention takes fifteen times as long as fp32 (PyTorch 2.13, frames of 16 tokens).
     """
 
     def __init__(self, model: FrameTransformer, products: torch.dtype | None = None) -> None:
