@@ -74,11 +74,12 @@ def measure_pong(given: Pixels, truth: Pixels, made: Pixels, bootstrap: Bootstra
     found.tables.append(
         Sheet(
             f"Pong: the ball through predicted frame {until}, pixels of {BALL_UNITS}",
-            ["frame", "error, px", "share of balls found"],
+            ["frame", "error, px", "median, px", "share of balls found"],
             [
                 [
                     frame + 1,
                     spread_text(Interval(*(None if e is None else e[frame] for e in early))),  # type: ignore[arg-type]
+                    _median_known(error[:, frame]),
                     _all_placed(real_ball[:, [frame], 0], our_ball[:, [frame], 0]),
                 ]
                 for frame in range(until)
@@ -133,6 +134,11 @@ def _mean_known(values: Values) -> Values:
         return np.where(there, values, 0.0).sum(axis=-1) / there.sum(axis=-1)
 
 
+def _median_known(values: Values) -> float | None:
+    """Of what is not NaN; None where all is."""
+    return number(np.nanmedian(values)) if np.isfinite(values).any() else None
+
+
 def _all_placed(real: Values, ours: Values) -> float | None:
     """Of the frames in which the truth is found, the share in which ours is."""
     there = np.isfinite(real)
@@ -159,8 +165,7 @@ def _add_track(sprite: str, before: Values, real: Values, ours: Values, bootstra
     carried = last_places(before, ours)
     where_found, everywhere = (bootstrap.correlation(real, each) for each in (ours, carried))
     placed, within = _all_placed(real, ours), _share_within(real, ours)
-    error = np.abs(ours - real)
-    median = number(np.nanmedian(error)) if np.isfinite(error).any() else None
+    median = _median_known(np.abs(ours - real))
     share = f"share within {NEAR_PIXELS:g} px"
     found.tables.append(
         Sheet(
