@@ -64,8 +64,12 @@ def measure_pong(given: Pixels, truth: Pixels, made: Pixels, bootstrap: Bootstra
     """Both paddles' heights, and the ball. given, truth, made: as of ``measure_freeway``."""
     tracker = PongTracker(_field(given, truth))
     frames = list(range(1, truth.shape[1] + 1))
-    before, real, ours = (_heights(each, tracker.paddle) for each in (given, truth, made))
-    _add_error("paddle's height", np.abs(ours - real), frames, bootstrap, found)
+    paddles = {
+        name: tuple(_heights(each, follow) for each in (given, truth, made))
+        for name, follow in (("paddle", tracker.paddle), ("opponent", tracker.opponent))
+    }
+    for name, (_, real, ours) in paddles.items():
+        _add_error(f"{name}'s height", np.abs(ours - real), frames, bootstrap, found)
     real_ball, our_ball = (_read(each, lambda frame: tracker.ball(frame) or (None, None)) for each in (truth, made))
     error = np.hypot(*np.moveaxis((our_ball - real_ball) * BALL_UNITS / truth.shape[2:4], -1, 0))
     _add_error(f"ball, px of {BALL_UNITS}", error, frames, bootstrap, found)
@@ -86,8 +90,8 @@ def measure_pong(given: Pixels, truth: Pixels, made: Pixels, bootstrap: Bootstra
             ],
         )
     )
-    _add_track("paddle", before, real, ours, bootstrap, found)
-    _add_track("opponent", *(_heights(each, tracker.opponent) for each in (given, truth, made)), bootstrap, found)
+    for name, (before, real, ours) in paddles.items():
+        _add_track(name, before, real, ours, bootstrap, found)
     found.summary.update(
         {
             "fidelity/ball_error_px_worst_frame": number(np.max(early.middle)),
