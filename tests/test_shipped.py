@@ -25,7 +25,7 @@ from scripts.app.check import effective
 from scripts.app.compose import compose_all
 from scripts.app.geometry import model_config
 from scripts.app.train_check import checked
-from scripts.app.train_eval import PREDICTED, baselines, held_out_clips, psnr, rollouts
+from scripts.app.train_eval import GAME_CONTEXT, PREDICTED, baselines, held_out_clips, psnr, rollouts
 from scripts.rollout import main
 
 schema.register()
@@ -114,8 +114,8 @@ def test_a_served_freeway_rollout_is_closer_to_the_truth_than_both_baselines_at_
 def test_a_served_ball_of_pong_is_where_the_recorded_one_is_through_frame_12(tmp_path: Path):
     config, ring, predicted = preset("pong"), 32, 12
     shape = {"channels": config.channels, "height": config.height, "width": config.width}
-    clips = [load_clip("pong", num_frames=40, seed=0, index=index, folder=tmp_path, **shape) for index in range(6)]
-    context = len(clips[0].frames) - PREDICTED
+    context, length = GAME_CONTEXT, GAME_CONTEXT + PREDICTED
+    clips = [load_clip("pong", num_frames=length, seed=0, index=index, folder=tmp_path, **shape) for index in range(6)]
     model = load_checkpoint(SHIPPED / "pong.safetensors", config, torch.float32).eval()
     made = rollouts(model, clips, ring, context)[:, :predicted]
     truth = np.stack([clip.frames[context : context + predicted] for clip in clips])

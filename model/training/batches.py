@@ -56,10 +56,11 @@ def draw_batch(
 
     clean, target = footage.frames[:, :-1], footage.frames[:, 1:]
     rollout = step >= recipe.rollout_from
+    served = count - count // 2  # sequences whose history is as it is; the rest is the noisy half
     if rollout and recipe.history_fade and background is not None:
-        clean = torch.cat([clean[: count - count // 2], _faded(rng, clean[count - count // 2 :], background, recipe)])
+        clean = torch.cat([clean[:served], _faded(rng, clean[served:], background, recipe)])
     level = torch.zeros(count)
-    level[count - count // 2 :] = torch.from_numpy(rng.uniform(0, recipe.history_noise, count // 2))
+    level[served:] = torch.from_numpy(rng.uniform(0, recipe.history_noise, count - served))
     clean = clean + level[:, None, None, None, None] * _normal(rng, clean.shape)
     u = torch.from_numpy(rng.random((count, length)))
     sigma = (3 * u / (1 + 2 * u)).clamp_min(MIN_SIGMA).float()
